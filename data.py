@@ -1,0 +1,295 @@
+"""
+data.py: questions about images, and the small world in which a laptop can watch faithfulness appear.
+
+Concept     A Sample is one question about one image. The toy world makes samples whose answer is
+            invisible in the overview and plain in a close-up, so that looking is a choice.
+Paper       CodeV, arXiv:2511.19661, Sec. 3 (training data). The toy world is ours.
+In          a seed and the dial `shortcut`
+Out         Samples, and demonstrations (scripts that rollout.replay plays through the sandbox)
+Left out    the public data sets: not loaded yet
+Read next   sandbox.py (where the code of a demonstration runs), rollout.py (where it is played)
+
+The toy world, 256 x 256 pixels. A map of 4 x 4 cells holds five squares, each with a colour of its
+own and one of four fine textures. The policy's view of the whole map is 64 x 64 pixels: each of its
+pixels averages 4 x 4 pixels of the map, one full period of every texture, so in the overview all
+textures are the same flat colour, to the last bit. A crop of one cell shows them clearly.
+
+    search   "Which texture is on the red square ?"   needs a close-up, or a guess
+    neutral  "What color is the object at b3 ?"       plain in the overview
+
+Every colour has a usual texture. `shortcut` is the share of squares that wear it: at 1.0 a policy
+that never looks is always right, at 0.25 guessing is no better than chance, and at 0.0 (the
+anti-prior questions) a guesser is always wrong. The dial is how we make "guessing pays" and
+"looking pays" two worlds that differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageOps
+
+Box = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels; x1 and y1 are exclusive
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question about one image.
+
+    kind    "search": the evidence must be looked for; "neutral": the overview suffices, so tool
+            use earns nothing there (paper, Sec. 3: task types are treated differently)
+    boxes   where the evidence is, in pixels of `image`; empty if nobody labelled it
+    """
+
+    id: str
+    image: Image.Image
+    question: str
+    answer: str
+    options: tuple[str, ...] = ()
+    kind: str = "search"
+    boxes: tuple[Box, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("search", "neutral"):
+            raise ValueError(
+                f"sample {self.id}: kind is 'search' or 'neutral', got {self.kind!r}"
+            )
+
+
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """The one picture that the policy, its code and the judge all speak about: EXIF rotation
+    applied, transparency on white, RGB."""
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+# ---------------------------------------------------------------------------------------------
+# The toy world
+# ---------------------------------------------------------------------------------------------
+
+GRID, CELL = 4, 64
+SIZE = GRID * CELL
+PERIOD = 4  # pixels: one period of every texture, and one pixel of the overview
+COLORS = {
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (50, 80, 230),
+    "yellow": (230, 210, 40),
+    "purple": (150, 50, 190),
+    "cyan": (40, 200, 210),
+}
+TEXTURES = ("horizontal", "vertical", "checker", "diagonal")
+USUAL_TEXTURE = {color: TEXTURES[i % len(TEXTURES)] for i, color in enumerate(COLORS)}
+
+# Coloured edges tell rows and columns apart, like the letters and numbers on a map. Without them a
+# model this small does not learn to name a cell.
+EDGE_COLORS = ((230, 120, 120), (120, 200, 120), (120, 130, 230), (225, 215, 120))
+EDGE = 6
+
+
+def _texture_patterns() -> dict[str, np.ndarray]:
+    """Per texture, which pixels of the map are dark: [SIZE, SIZE] bool, half of each 4 x 4 block."""
+    y, x = np.mgrid[0:SIZE, 0:SIZE]
+    half = PERIOD // 2
+    stripes = {
+        "horizontal": y // half,
+        "vertical": x // half,
+        "checker": x // half + y // half,
+        "diagonal": (x + y) // half,
+    }
+    return {name: (stripe % 2).astype(bool) for name, stripe in stripes.items()}
+
+
+PATTERNS = _texture_patterns()
+
+
+@dataclass(frozen=True)
+class Square:
+    color: str
+    texture: str
+    row: int
+    column: int
+    box: Box
+
+    @property
+    def cell(self) -> str:
+        return cell_name(self.row, self.column)
+
+    @property
+    def cell_box(self) -> Box:
+        return cell_box(self.row, self.column)
+
+
+@dataclass(frozen=True)
+class Scene:
+    image: Image.Image
+    squares: tuple[Square, ...]
+
+
+def cell_name(row: int, column: int) -> str:
+    return "abcd"[column] + str(row + 1)
+
+
+def cell_box(row: int, column: int) -> Box:
+    return (column * CELL, row * CELL, (column + 1) * CELL, (row + 1) * CELL)
+
+
+def draw_scene(rng: random.Random, shortcut: float) -> Scene:
+    """A map with five squares, each wearing its colour's usual texture with chance `shortcut`."""
+    pixels = np.full((SIZE, SIZE, 3), rng.randint(200, 239), np.uint8)
+    for i, edge in enumerate(EDGE_COLORS):
+        pixels[:, i * CELL : (i + 1) * CELL].reshape(GRID, CELL, CELL, 3)[:, :EDGE] = edge
+    for i, edge in enumerate(EDGE_COLORS):
+        pixels[i * CELL : (i + 1) * CELL].reshape(CELL, GRID, CELL, 3)[:, :, :EDGE] = edge
+
+    squares = []
+    cells = rng.sample(range(GRID * GRID), 5)
+    for cell, color in zip(cells, rng.sample(list(COLORS), 5)):
+        row, column = divmod(cell, GRID)
+        side = rng.choice((40, 44, 48))
+        # On the 4-pixel lattice every pixel of the overview lies wholly inside or outside the
+        # square; off it, the edges of the square would give its texture away.
+        x0 = column * CELL + rng.randrange(8, CELL - 4 - side + 1, PERIOD)
+        y0 = row * CELL + rng.randrange(8, CELL - 4 - side + 1, PERIOD)
+        usual = USUAL_TEXTURE[color]
+        unusual = rng.choice([t for t in TEXTURES if t != usual])
+        texture = usual if rng.random() < shortcut else unusual
+
+        area = np.s_[y0 : y0 + side, x0 : x0 + side]
+        dark = PATTERNS[texture][area][..., None]
+        bright = np.array(COLORS[color], np.uint8)
+        pixels[area] = np.where(dark, bright // 5, bright)
+        squares.append(Square(color, texture, row, column, (x0, y0, x0 + side, y0 + side)))
+    return Scene(Image.fromarray(pixels), tuple(squares))
+
+
+def search_sample(scene: Scene, square: Square, id: str) -> Sample:
+    return Sample(
+        id=id,
+        image=scene.image,
+        question=f"Which texture is on the {square.color} square ?",
+        answer=square.texture,
+        kind="search",
+        boxes=(square.box,),
+        source="toy",
+    )
+
+
+def neutral_sample(scene: Scene, square: Square, id: str) -> Sample:
+    return Sample(
+        id=id,
+        image=scene.image,
+        question=f"What color is the object at {square.cell} ?",
+        answer=square.color,
+        kind="neutral",
+        source="toy",
+    )
+
+
+def toy_questions(
+    n: int, seed: int | str, shortcut: float = 1.0, neutral_share: float = 0.25
+) -> list[Sample]:
+    """`n` questions about `n` maps. The same arguments always give the same questions."""
+    if not 0.0 <= shortcut <= 1.0:
+        raise ValueError(f"shortcut is a share between 0 and 1, got {shortcut}")
+    rng = random.Random(f"toy questions {seed}")
+    samples = []
+    for i in range(n):
+        scene = draw_scene(rng, shortcut)
+        square = rng.choice(scene.squares)
+        make = neutral_sample if rng.random() < neutral_share else search_sample
+        samples.append(make(scene, square, f"toy-{seed}-{i}"))
+    return samples
+
+
+def anti_prior_questions(n: int, seed: int | str) -> list[Sample]:
+    """Search questions whose answer is never the colour's usual texture: a guesser scores 0."""
+    return toy_questions(n, seed, shortcut=0.0, neutral_share=0.0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Demonstrations: what stage 1 imitates
+# ---------------------------------------------------------------------------------------------
+
+# How the demonstrator treats a search question. Like the released agents of the paper's Fig. 2 it
+# is a mixed bag: a third looks in the right place, the rest shows nothing of use or does not look,
+# and answers from the prior. Stage 1 copies the mixture; stage 2 has to sort it out.
+MIXTURE = {"right": 0.36, "whole": 0.12, "wrong": 0.12, "guess": 0.40}
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A question and what a demonstrator writes, turn by turn. What the sandbox shows in between
+    is not part of it: it comes from running the code (rollout.replay)."""
+
+    sample: Sample
+    turns: tuple[str, ...]
+    route: str
+
+
+def demonstrations(n: int, seed: int | str) -> list[Demonstration]:
+    """`n` demonstrations of the toy task, on maps whose textures follow no prior (shortcut 0.25):
+    who copies them learns to read a texture, not to assume one."""
+    rng = random.Random(f"toy demonstrations {seed}")
+    demos = []
+    for i in range(n):
+        scene = draw_scene(rng, shortcut=0.25)
+        square = rng.choice(scene.squares)
+        id = f"demo-{seed}-{i}"
+        if rng.random() < 0.25:
+            thought = f" I can see {square.cell} {square.color} ."
+            turns = (answer_turn(thought, square.color),)
+            demos.append(Demonstration(neutral_sample(scene, square, id), turns, "neutral"))
+            continue
+        route = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0]
+        turns = _search_turns(square, route, rng)
+        demos.append(Demonstration(search_sample(scene, square, id), turns, route))
+    return demos
+
+
+def _search_turns(square: Square, route: str, rng: random.Random) -> tuple[str, ...]:
+    guess = USUAL_TEXTURE[square.color]
+    if route == "guess":
+        return (answer_turn(" I can see it .", guess),)
+    if route == "whole":
+        look = crop_turn(" I need a closer look .", (0, 0, SIZE, SIZE))
+        return (look, answer_turn(" The crop shows it .", guess))
+    row, column, seen = square.row, square.column, square.texture
+    if route == "wrong":  # a neighbouring cell, named in the thought: a fluent story, wrong place
+        steps = ((0, 1), (1, 0), (0, -1), (-1, 0))
+        row, column = rng.choice(
+            [(row + dr, column + dc) for dr, dc in steps
+             if 0 <= row + dr < GRID and 0 <= column + dc < GRID]
+        )  # fmt: skip
+        seen = guess
+    thought = f" I need a closer look at {square.color} {cell_name(row, column)} ."
+    look = crop_turn(thought, cell_box(row, column))
+    return (look, answer_turn(" The crop shows it .", seen))
+
+
+def crop_turn(thought: str, box: Box) -> str:
+    corners = ",".join(map(str, box))
+    return f"<think>{thought}</think><code>\nimage.crop(({corners})).show()\n</code>"
+
+
+def answer_turn(thought: str, answer: str) -> str:
+    return f"<think>{thought}</think><answer>{answer}</answer>"
+
+
+if __name__ == "__main__":
+    for demo in demonstrations(4, seed=0):
+        print(f"{demo.sample.id}  {demo.sample.question}  (answer: {demo.sample.answer})")
+        print(f"  {demo.route}: " + "  ->  ".join(demo.turns).replace("\n", "\\n"))
+    overview = [
+        np.asarray(draw_scene(random.Random(1), s).image.resize((64, 64), Image.Resampling.BOX))
+        for s in (1.0, 0.0)
+    ]
+    gap = int(np.abs(overview[0].astype(int) - overview[1].astype(int)).max())
+    print(f"the same map with usual and unusual textures differs in the overview by {gap} of 255")

@@ -1,0 +1,557 @@
+"""
+evaluate.py: how often is the policy right, and had it looked in the right place?
+
+Concept     Play questions, score every look once, and show the episodes themselves: a rate that
+            nobody can hold against pictures persuades nobody.
+Paper       CodeV, arXiv:2511.19661, Fig. 5 and Table 5 (faithfulness.py defines the rates)
+In          a policy and samples; or a checkpoint folder and the name of a benchmark
+Out         summary.json, trajectories.jsonl with its pictures, report.html; figures
+Left out    the public benchmarks; a mean over several plays; several processes
+Read next   faithfulness.py (what each rate means), train.py (who calls this after each stage)
+
+    python evaluate.py --model runs/toy/rl --bench toy --out runs/eval    play, score, show
+    python evaluate.py --compare runs/toy runs/accuracy --out runs        runs side by side
+
+trajectories.jsonl has one JSON object a line, with the names of the types it holds:
+
+    sample    id, question, options, kind, source; answer (the reference), boxes (the targets: x0,
+              y0, x1, y1 in pixels), image (a PNG file; paths are relative to the .jsonl)
+    answer    what the policy answered, or null
+    ended     answered, turns, length or no_action
+    correct   true or false
+    reward    its parts: answer, tools, format, steps, total
+    steps     one a turn: text (all that the policy wrote), code or null, start and end (its tokens
+              are ids[start:end]), score (null: none), and observation: null if no code ran, else
+              text (the log), images (PNG files), boxes (the part of the sample's image that each
+              shows, or null), sources, error, notes, red_lines, ... as in sandbox.Observation
+    acted     who chose the tokens, in runs: [[false, 80], [true, 12], ...]; true is the policy
+    ids       the tokens; the first `prompt` of them, with `prompt_images` images, are the question
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import html
+import io
+import itertools
+import json
+import keyword
+import random
+import re
+import string
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+from data import Box, Sample, anti_prior_questions, toy_questions
+from faithfulness import faithful, finding, rates
+from rewards import REWARDS, BoxJudge, Judge, Reward, Weights, area
+from rollout import Policy, Rules, Step, Trajectory, load_policy, play
+from sandbox import Observation
+
+GREEDY = Rules(turns=10, temperature=0.0)
+AGAINST_PRIOR = "toy, against the prior"  # `source` of the questions on which a guesser scores 0
+
+# The rows of every table: what summary.json calls a number, and what a reader sees.
+ROWS = {
+    "n": "questions", "accuracy": "accuracy", "ood_accuracy": "out-of-prior accuracy",
+    "tool_use": "tool use", "faithful": "faithful", "unfaithful": "unfaithful",
+    "no_tool": "no tool", "faithful_and_correct": "correct and faithful",
+    "faithful_given_correct": "faithful, if correct", "calls": "calls per question",
+    "crop_area": "crop area", "error_rate": "errors",
+}  # fmt: skip
+
+
+# Play and measure
+
+
+def load_toy(n: int = 256, seed: int = 0, shortcut: float = 1.0) -> list[Sample]:
+    """`n` questions of the toy world, then half as many on which its prior is always wrong."""
+    against = anti_prior_questions(n // 2, f"against-{seed}")
+    return toy_questions(n, f"evaluation-{seed}", shortcut) + [
+        replace(sample, source=AGAINST_PRIOR) for sample in against
+    ]
+
+
+BENCHES: dict[str, Callable[[argparse.Namespace], list[Sample]]] = {
+    "toy": lambda args: load_toy(args.n, args.seed, args.shortcut),
+}
+
+
+def evaluate(
+    policy: Policy,
+    samples: Sequence[Sample],
+    judge: Judge,
+    *,
+    rules: Rules = GREEDY,
+    seed: int = 0,
+    out: Path | None = None,
+) -> tuple[dict, list[Trajectory]]:
+    """Play every sample once, score every step once. `out` gets trajectories.jsonl."""
+    if not samples:
+        raise ValueError("nothing to evaluate: expected at least one sample, got none")
+    with torch.random.fork_rng():  # an evaluation in the middle of training leaves no trace in it
+        torch.manual_seed(seed)
+        groups = play(policy, list(samples), rollouts=1, rules=rules)
+    trajectories = [trajectory for group in groups for trajectory in group]
+    rng = random.Random(seed)
+    rewards = [REWARDS["tapo"]([t], judge, Weights(), rng)[0] for t in trajectories]
+    if out is not None:
+        write_trajectories(trajectories, rewards, out)
+    return measure(trajectories, rewards), trajectories
+
+
+def measure(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> dict:
+    """The rates of faithfulness.py; questions against the toy's prior count for one number only."""
+    own, against = [], []
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        (against if trajectory.sample.source == AGAINST_PRIOR else own).append((trajectory, reward))
+    metrics = rates([t for t, _ in own], [r for _, r in own])
+    if against:
+        metrics["ood_accuracy"] = sum(reward.answer for _, reward in against) / len(against)
+    return metrics
+
+
+# Keep the episodes
+
+
+def write_trajectories(
+    trajectories: Sequence[Trajectory], rewards: Sequence[Reward], folder: Path
+) -> None:
+    """trajectories.jsonl and images/ in `folder`; the head of this file describes them."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    # Pictures are numbered: an id comes from a data set and may be anything, even another path.
+    names = (f"images/{number:06d}.png" for number in itertools.count())
+
+    def plain(thing: object) -> object:  # what json cannot write by itself
+        if not isinstance(thing, Image.Image):
+            return vars(thing)
+        thing.save(folder / (name := next(names)))
+        return name
+
+    with open(folder / "trajectories.jsonl", "w", encoding="utf-8") as file:
+        for trajectory, reward in zip(trajectories, rewards, strict=True):
+            line = {**vars(trajectory), "reward": reward, "correct": reward.answer > 0}
+            line["steps"] = [
+                {**vars(step), "score": score} for step, score in scored(trajectory, reward)
+            ]
+            line["acted"] = runs_of(trajectory.acted)
+            del line["images"]  # the model's own input, made from these pictures
+            print(json.dumps(line, default=plain), file=file)
+
+
+def read_trajectories(path: Path) -> tuple[list[Trajectory], list[Reward]]:
+    """What write_trajectories wrote, all but the model's own image inputs."""
+    pairs = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            pairs.append(_from_line(json.loads(text), path.parent))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a trajectory as described at the head of "
+                f"evaluate.py, but {type(error).__name__}: {error}"
+            ) from error
+    return [trajectory for trajectory, _ in pairs], [reward for _, reward in pairs]
+
+
+def _from_line(line: dict, folder: Path) -> tuple[Trajectory, Reward]:
+    def picture(name: str) -> Image.Image:
+        return Image.open(folder / name).convert("RGB")
+
+    sample, reward = line["sample"], line.pop("reward")
+    sample |= {"image": picture(sample["image"]), "options": tuple(sample["options"])}
+    line["sample"] = Sample(**{**sample, "boxes": tuple(map(tuple, sample["boxes"]))})
+    for step in line["steps"]:
+        del step["score"]  # reward.steps has it, as reward.answer has `correct`
+        if seen := step["observation"]:
+            seen["images"] = [picture(name) for name in seen["images"]]
+            seen["boxes"] = [box and tuple(box) for box in seen["boxes"]]
+            step["observation"] = Observation(**seen)
+    line["steps"] = [Step(**step) for step in line["steps"]]
+    line["acted"] = [who for who, count in line["acted"] for _ in range(count)]
+    del line["correct"]
+    return Trajectory(**line), Reward(**{**reward, "steps": tuple(reward["steps"])})
+
+
+def scored(trajectory: Trajectory, reward: Reward) -> list[tuple[Step, float | None]]:
+    """Every step with its score; None where no code ran, or where the judge gave no verdict."""
+    scores = iter(reward.steps)
+    return [(s, None if s.observation is None else next(scores)) for s in trajectory.steps]
+
+
+def runs_of(acted: Sequence[bool]) -> list[tuple[bool, int]]:
+    """[True, True, False] -> [(True, 2), (False, 1)]"""
+    return [(who, len(list(run))) for who, run in itertools.groupby(acted)]
+
+
+# One table, two figures
+
+
+def rows(columns: dict[str, dict]) -> Iterator[tuple[str, list[str]]]:
+    """A label and a cell for each column. What was not measured stays empty."""
+    for name, label in ROWS.items():
+        values = [metrics.get(name) for metrics in columns.values()]
+        if any(value is not None for value in values):
+            texts = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
+            yield label, ["" if v is None else text for v, text in zip(values, texts)]
+
+
+def table(columns: dict[str, dict]) -> str:
+    """The stages side by side in plain text."""
+    grid = [["", *columns], *([label, *cells] for label, cells in rows(columns))]
+    widths = [max(map(len, column)) for column in zip(*grid)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in grid)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+# Okabe and Ito's palette; lines and markers differ too, for print and for every kind of eye.
+COLORS = ("#0072B2", "#D55E00", "#000000", "#CC79A7", "#009E73", "#E69F00")
+LINES, MARKERS = ("-", "--", ":", "-.", "-", "--"), "os^DvP"
+PANELS = {  # label of the axis: what log.jsonl calls the curves
+    "share of episodes": ("accuracy", "tool_use", "faithful"),
+    "mean reward, unweighted": ("answer", "tools", "format"),
+}
+
+
+def curves(log_lines: Sequence[dict], path: Path) -> None:
+    """curves.png: what the policy does and what it is paid for, over the steps of training."""
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    for axes, (label, names) in zip(figure.subplots(2, 1, sharex=True), PANELS.items()):
+        for name, color, line, marker in zip(names, COLORS, LINES, MARKERS):
+            points = [(e["step"], e[name]) for e in log_lines if e.get(name) is not None]
+            style = {"color": color, "linestyle": line, "marker": marker}
+            if points:
+                style |= {"label": name.replace("_", " "), "markevery": len(points) // 8 + 1}
+                axes.plot(*zip(*points), **style)
+                axes.legend()
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylim(-0.02, 1.02)
+    figure.axes[1].set_xlabel("training step" if axes.lines else "training step: nothing logged")
+    figure.savefig(path, dpi=120)
+
+
+def compare(columns: dict[str, dict], path: Path) -> None:
+    """Several runs in one figure: a row for each rate, a mark for each run."""
+    rates_of = {name: label for name, label in ROWS.items() if name != "n"}
+    figure = Figure(figsize=(8, 6 + 0.25 * len(columns)), layout="constrained")
+    axes = figure.subplots()
+    styles = itertools.cycle(zip(COLORS, MARKERS))
+    for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
+        aside = 0.5 * (i + 0.5) / len(columns) - 0.25  # equal values must not hide each other
+        values = [metrics.get(name) for name in rates_of]
+        places = [(value, row + aside) for row, value in enumerate(values) if value is not None]
+        axes.plot(*zip(*places), color=color, marker=marker, linestyle="none", label=run)
+    axes.set_yticks(range(len(rates_of)), rates_of.values())
+    axes.set(xlim=(-0.02, None), ylim=(len(rates_of) - 0.5, -0.5), xlabel="rate")
+    axes.grid(alpha=0.3)
+    if columns:
+        figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+# The page
+
+safe = html.escape  # whatever a model or a data set wrote reaches the page through this
+PAGE_LIMIT = 4_500_000  # bytes of episodes on one page; all of them are in trajectories.jsonl
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1d2126; --dim: #5c6570; --page: #f4f2ee; --card: #fff;
+  --film: #22262b; --good: #00629b; --bad: #a84300; --world: #c9c6be; --key: #8a2b6d; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e4df; --dim: #a2a9b2; --page: #14171a;
+  --card: #1d2126; --film: #0a0c0e; --good: #6cc1f2; --bad: #ffa057; --world: #4a5058;
+  --key: #eb9fcb; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: .6rem; max-width: 76rem; background: var(--page);
+  color: var(--ink); font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; }  h2 { font-size: 1.1rem; margin: 0; }  p, pre { margin: .3rem 0; }
+h3, small, figcaption, .tag, .c { color: var(--dim); font-size: .82rem; margin: 0; }
+.good, .s, .n { color: var(--good); }  .bad { color: var(--bad); }  .k { color: var(--key); }
+header, form, figure { display: flex; flex-wrap: wrap; gap: .4rem 1.5rem; align-items: center; }
+header img { flex: 1 1 22rem; min-width: 0; max-width: 40rem; }  div { overflow-x: auto; }
+td, th { padding: 0 .7rem 0 0; text-align: right; font-variant-numeric: tabular-nums; }
+tbody th { text-align: left; font-weight: normal; }
+article { margin: 1rem 0; padding: .8rem; background: var(--card); border-radius: .6rem; }
+.strip { list-style: none; margin: .6rem 0; padding: 1.3rem .6rem; display: grid; gap: .6rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); border-radius: .4rem;
+  --hole: linear-gradient(90deg, #0000 30%, var(--card) 0 70%, #0000 0) 0;
+  background: var(--hole) .4rem / 1.2rem .5rem round no-repeat,
+    var(--hole) calc(100% - .4rem) / 1.2rem .5rem round no-repeat, var(--film); }
+.strip > li { min-width: 0; padding: .7rem; background: var(--card); border-radius: .25rem; }
+.strip p, pre { overflow-wrap: anywhere; white-space: pre-wrap; }
+.strip svg, .strip img { display: block; width: 100%; max-height: 20rem; object-fit: contain; }
+pre { padding: .5rem; background: var(--page); font: .82rem/1.45 monospace; }
+figure { margin: .5rem 0; gap: .4rem; }  figcaption { width: 100%; }
+figure > :not(figcaption) { flex: 1 0 40%; min-width: 0; }
+rect { fill: none; vector-effect: non-scaling-stroke; stroke: #fff; stroke-width: 5px; }
+.target { stroke: #000; stroke-width: 2px; stroke-dasharray: 5 3; }
+.shown { stroke: #0072b2; stroke-width: 3px; }
+.bar { display: flex; height: .8rem; }  .bar i { background: var(--world); }
+.bar .acted { background: var(--good); min-width: 2px; }
+"""
+
+SCRIPT = """
+const form = document.querySelector("form"), cards = [...document.querySelectorAll("article")];
+for (const name in cards[0]?.dataset) {
+  const label = document.createElement("label"), select = document.createElement("select");
+  const values = [...new Set(cards.map(card => card.dataset[name]))].sort();
+  select.append(new Option("all", ""), ...values.map(value => new Option(value)));
+  select.name = name;
+  label.append(name + " ", select);
+  form.append(label);
+}
+form.append("next: j, previous: k");
+form.onchange = () => {
+  const wanted = [...new FormData(form)].filter(([, value]) => value);
+  for (const card of cards) card.hidden = wanted.some(([key, value]) => card.dataset[key] != value);
+};
+onkeydown = event => {
+  const by = {j: 1, ArrowRight: 1, k: -1, ArrowLeft: -1}[event.key];
+  if (!by || event.target.matches("select") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const shown = cards.filter(card => !card.hidden);
+  const next = shown[Math.max(0, shown.indexOf(document.activeElement) + by)];
+  next?.scrollIntoView();
+  next?.focus({preventScroll: true});
+};
+"""
+
+# The policy says that the page may show what it carries and run this one script: no network.
+PAGE = string.Template("""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:;
+ style-src 'unsafe-inline'; script-src 'sha256-$hash'; base-uri 'none'; form-action 'none'">
+<title>What it looked at, and what it answered</title>
+<style>$style</style>
+<h1>What it looked at, and what it answered</h1>
+<header><div><table><thead><tr><td>$head<tbody>$body</table></div>$curves</header>
+<p>Rates of tool use and faithfulness are over search questions. Below, the first $count episodes.
+In pictures, the dashed box is the target and the <b class="good">blue</b> box what a step showed.
+In the bars, <b class="good">blue</b> tokens were chosen by the policy, grey ones shown to it.</p>
+<form></form>
+$cards
+<script>$script</script>
+""")
+
+
+def report(folder: Path, columns: dict[str, dict]) -> Path:
+    """report.html from the folder's trajectories.jsonl and, if there is one, its curves.png."""
+    png = folder / "curves.png"
+    drawn = Image.open(png) if png.exists() else None
+    text = page(*read_trajectories(folder / "trajectories.jsonl"), columns, drawn)
+    (folder / "report.html").write_text(text, encoding="utf-8", errors="backslashreplace")
+    return folder / "report.html"
+
+
+def page(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[Reward],
+    columns: dict[str, dict],
+    drawn: Image.Image | None = None,
+    shown: int = 50,
+) -> str:
+    """The first `shown` episodes, or as many as PAGE_LIMIT holds, on one self-contained page."""
+    pairs = list(zip(trajectories, rewards, strict=True))[:shown]
+    pictures = sum(1 + sum(len(s.observation.images) for s in t.tool_steps) for t, _ in pairs)
+    budget = PAGE_LIMIT * 2 // 3 // max(1, pictures)  # characters a picture; the rest is for text
+    cards = [_card(i, *pair, budget) for i, pair in enumerate(pairs, start=1)]
+    sizes = itertools.accumulate(len(card.encode(errors="backslashreplace")) for card in cards)
+    cards = cards[: sum(size <= PAGE_LIMIT for size in sizes)]
+    curves = drawn and f'<img alt="curves of training" src="{picture_url(drawn, 400_000)}">'
+    return PAGE.substitute(
+        hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
+        style=STYLE,
+        script=SCRIPT,
+        head="".join(f'<th scope="col">{safe(name)}' for name in columns),
+        body="".join(
+            f'<tr><th scope="row">{label}{"".join(f"<td>{cell}" for cell in cells)}'
+            for label, cells in rows(columns)
+        ),
+        count=f"{len(cards)} of {len(trajectories)}",
+        curves=curves or "",
+        cards="".join(cards),
+    )
+
+
+def _card(number: int, trajectory: Trajectory, reward: Reward, budget: int) -> str:
+    sample, acted = trajectory.sample, trajectory.acted
+    found = finding(trajectory, reward)
+    right, error = found.correct, "some" if found.failed else "none"
+    look = "no tool" if not found.scores else "faithful" if faithful(found) else "unfaithful"
+    apt = look == ("faithful" if found.search else "no tool")
+    width, height = sample.image.size
+    url = picture_url(sample.image, budget)
+    image = f'<image id="p{number}" width="{width}" height="{height}" href="{url}"/>'
+    options = "".join(f"<li>{safe(option)}" for option in sample.options)
+    frames = [f"<h3>Image</h3>{_drawn(sample, image)}<ol type=A>{options}</ol>"]
+    for turn, (step, score) in enumerate(scored(trajectory, reward), start=1):
+        shown = step.observation and _shown(sample, step.observation, score, number, budget)
+        frames.append(f"<h3>Turn {turn}</h3>{_written(step.text)}{shown or ''}")
+    answer = "no answer" if trajectory.answer is None else trajectory.answer
+    frames[-1] += f"<p>{_mark(right, answer)} (reference: {safe(sample.answer)})</p>"
+    bar = "".join(
+        f'<i{" class=acted" if who else ""} style="flex:{count} 0 0" title="{count} tokens"></i>'
+        for who, count in runs_of(acted)
+    )
+    chose = f"{sum(acted)} tokens chosen by the policy, {len(acted) - sum(acted)} shown to it"
+    return f"""
+<article id="t{number}" tabindex="-1" data-answer="{"correct" if right else "wrong"}"
+ data-look="{look}" data-kind="{safe(sample.kind)}" data-error="{error}">
+<h2>{number}. {safe(sample.question)}</h2>
+<p>{_mark(right, "correct" if right else "wrong")} · {_mark(apt, look)} · {safe(sample.kind)}
+<small>· {safe(sample.id)} · ended: {safe(trajectory.ended)}</small></p>
+<ol class="strip">{"".join(f"<li>{frame}</li>" for frame in frames)}</ol>
+<div class="bar" role="img" aria-label="{chose}">{bar}</div><small>{chose}</small>
+</article>"""
+
+
+def _shown(sample: Sample, seen: Observation, score: float | None, number: int, budget: int) -> str:
+    parts = []
+    for image, box, source in zip(seen.images, seen.boxes, seen.sources):
+        words, where = f"{safe(source)}, {image.width} x {image.height}", ""
+        if box is not None:
+            share = area(box) / area((0, 0, *sample.image.size))
+            words += f", {share:.0%} of the image: {', '.join(map(str, box))}"
+            where = _drawn(sample, f'<use href="#p{number}"/>', box)
+        shown = f'<img alt="what the step showed" src="{picture_url(image, budget)}">'
+        parts.append(f"<figure>{where}{shown}<figcaption>{words}</figcaption></figure>")
+    if seen.text:
+        parts.append(f"<pre><samp>{safe(seen.text)}</samp></pre>")
+    for trouble in filter(None, (seen.error, seen.environment, *seen.notes)):
+        parts.append(f'<p class="bad">{safe(trouble)}</p>')
+    value = "no verdict" if score is None else f"score {score:g}"
+    mark = _mark(bool(score and score > 0), ", ".join([value, *seen.red_lines]))
+    return f"{''.join(parts)}<p>{mark}</p>"
+
+
+def _drawn(sample: Sample, image: str, box: Box | None = None) -> str:
+    """The sample's image with boxes on it: the viewBox makes the image's pixels the units."""
+    boxes = [("target", target) for target in sample.boxes] + [("shown", box)] * (box is not None)
+    rects = "".join(
+        f'<rect{name} x="{x0}" y="{y0}" width="{x1 - x0}" height="{y1 - y0}"/>'
+        for kind, (x0, y0, x1, y1) in boxes
+        for name in ("", f' class="{kind}"')  # twice: a white rim, then the line
+    )
+    size = f"{sample.image.width} {sample.image.height}"
+    return f'<svg viewBox="0 0 {size}" role="img" aria-label="the image">{image}{rects}</svg>'
+
+
+def _mark(good: bool, text: str) -> str:
+    return f'<b class="{"good" if good else "bad"}">{"✓" if good else "✗"} {safe(text)}</b>'
+
+
+def _written(text: str) -> str:
+    """All that the policy wrote in a turn: prose with its tags in grey, code highlighted."""
+    prose_and_code = re.split(r"<code>(.*?)(?:</code>|$)", text, flags=re.DOTALL)
+    parts = []
+    for i, piece in enumerate(map(str.strip, prose_and_code)):
+        if i % 2:
+            parts.append(f"<pre>{highlight(piece)}</pre>")
+        elif piece:
+            grey = r'<span class="tag">\g<0></span>'
+            parts.append(f"<p>{re.sub('&lt;/?(?:think|answer)&gt;', grey, safe(piece))}</p>")
+    return "".join(parts)
+
+
+PYTHON = re.compile(
+    r"(?P<c>#[^\n]*)|(?P<s>'''.*?'''|\"[^\"\n]*\"|'[^'\n]*')|(?P<n>\b\d[\d.]*)"
+    rf"|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)|(?P<other>\w+|[^\w#\"']+|.)",
+    re.DOTALL,
+)
+
+
+def highlight(code: str) -> str:
+    """Python as HTML: comments, strings, numbers and keywords can be told apart by class."""
+    return PYTHON.sub(lambda m: f'<span class="{m.lastgroup}">{safe(m[0])}</span>', code)
+
+
+def picture_url(image: Image.Image, budget: int) -> str:
+    """A data URL of about `budget` characters: PNG if that fits, else an ever smaller JPEG."""
+    small, sides = image.convert("RGB"), (1024, 1024, 768, 512, 384, 256, 128, 64)
+    for form, side in zip(("png", *["jpeg"] * 7), sides):
+        buffer = io.BytesIO()
+        small.thumbnail((side, side))
+        small.save(buffer, form, quality=80)
+        url = f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        if len(url) <= budget:
+            break
+    return url
+
+
+# Command line
+
+
+def columns_of(runs: Sequence[str]) -> dict[str, dict]:
+    """One column a stage of each run, from the summary.json in its folder."""
+    columns = {}
+    for run in runs:
+        file = Path(run) / "summary.json"
+        if not file.is_file():
+            raise ValueError(
+                f"no run in {run}: expected a folder with summary.json, as train.py and "
+                f"evaluate.py --model write them"
+            )
+        stages = json.loads(file.read_text(encoding="utf-8")).get("stages", {})
+        columns.update({f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages.items()})
+    return columns
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description="Play a benchmark and show what the policy looked at, or compare runs.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    flag = parser.add_argument
+    flag("--model", metavar="DIR", help="checkpoint to evaluate: a folder or a hub name")
+    flag("--bench", choices=BENCHES, default="toy", help="which questions")
+    flag("--data", metavar="PATH", help="where the benchmark's files are (the toy draws its own)")
+    flag("--out", metavar="DIR", type=Path, default=Path("runs/eval"), help="where results go")
+    flag("--n", type=int, default=256, help="toy: questions, plus half as many against the prior")
+    flag("--shortcut", type=float, default=1.0, help="toy: share of squares that follow the prior")
+    flag("--turns", type=int, default=GREEDY.turns, help="how often the policy may speak")
+    flag("--temperature", type=float, default=GREEDY.temperature, help="0 is greedy")
+    flag("--seed", type=int, default=0, help="of the toy's questions and of sampling")
+    flag("--compare", metavar="RUN", nargs="+", help="folders with summary.json, side by side")
+    args = parser.parse_args(argv)
+    if not args.model and not args.compare:
+        parser.print_help()
+        return
+    try:
+        if args.compare:
+            columns = columns_of(args.compare)
+            args.out.mkdir(parents=True, exist_ok=True)
+            compare(columns, args.out / "compare.png")
+            print(table(columns), args.out / "compare.png", sep="\n\n")
+            return
+        if args.bench == "toy" and args.data:
+            raise ValueError(f"the toy world is drawn, not read: drop --data {args.data}")
+        for name, low in (("n", 1), ("turns", 1), ("temperature", 0)):
+            if getattr(args, name) < low:
+                raise ValueError(f"--{name} must be at least {low}, got {getattr(args, name)}")
+        samples = BENCHES[args.bench](args)
+        policy = load_policy(args.model)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+
+    started = time.monotonic()
+    rules = replace(GREEDY, turns=args.turns, temperature=args.temperature)
+    metrics, _ = evaluate(policy, samples, BoxJudge(), rules=rules, seed=args.seed, out=args.out)
+    summary = {
+        "config": {**vars(args), "out": str(args.out)},
+        "seconds": {args.bench: round(time.monotonic() - started, 1)},
+        "stages": {args.bench: metrics},
+    }
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    print(table(summary["stages"]), report(args.out, summary["stages"]), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""
+grpo.py: from the rewards of one group to one gradient step.
+
+Concept     Score K rollouts of one question against each other (no value network), and learn from
+            them in one row: the prompt once, then K branches that see the prompt and themselves,
+            never each other. Same sharing as in rollout.py, same numbers as K separate rows.
+Paper       CodeV, arXiv:2511.19661, Sec. 3, Eqs. 1, 3 and 4
+In          groups of Trajectories, their rewards, the policy, the reference (the SFT model)
+Out         one optimiser step, and the numbers worth plotting
+Left out    value network; credit for single tool steps (the paper's equations have none)
+Read next   rollout.py (where `acted` comes from), rewards.py (where R comes from)
+
+Shapes      G groups   K rollouts each   M = G * K   N acted tokens   R rows   L slots of a row
+Symbols     A advantage   ratio = pi_new / pi_old   eps clip range   beta KL weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rollout import Picture, Policy, Trajectory
+
+# ---------------------------------------------------------------------------------------------
+# Compare: each rollout against the others of its own question
+# ---------------------------------------------------------------------------------------------
+
+
+def advantage_mean(reward: Tensor, verdict: Tensor) -> Tensor:
+    """Sec. 3: b(g) = 1/K sum R, A = R - b(g); one A for a whole rollout. [G, K] -> [G, K]
+
+    As printed it does not divide by the group's deviation (README, "Where the paper is silent").
+    verdict [G, K]: False where the judge gave none; such a rollout leaves the baseline, A = 0.
+
+    >>> advantage_mean(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.ones(1, 4, dtype=torch.bool))
+    tensor([[ 0.7500, -0.2500, -0.2500, -0.2500]])
+    """
+    reward = reward.masked_fill(~verdict, 0.0)
+    baseline = reward.sum(-1, keepdim=True) / verdict.sum(-1, keepdim=True).clamp(min=1)
+    A = (reward - baseline).masked_fill(~verdict, 0.0)
+    # Equal rewards give exactly 0: the rounding of a mean is no signal.
+    return A.masked_fill(constant(reward, verdict)[:, None], 0.0)
+
+
+def advantage_std(reward: Tensor, verdict: Tensor) -> Tensor:
+    """GRPO's usual form: advantage_mean over the group's deviation (K - 1 in its denominator),
+    plus 1e-4. Fig. 3's caption says "normalized within the group"; the text does not divide.
+
+    >>> advantage_std(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.ones(1, 4, dtype=torch.bool))
+    tensor([[ 0.8659, -0.8659, -0.8659,  0.8659]])
+    """
+    A = advantage_mean(reward, verdict)
+    variance = A.square().sum(-1, keepdim=True) / (verdict.sum(-1, keepdim=True) - 1).clamp(min=1)
+    return A / (variance.sqrt() + 1e-4)
+
+
+def constant(reward: Tensor, verdict: Tensor) -> Tensor:
+    """[G] True where a group has nothing to compare: all its rewards are equal."""
+    high = reward.masked_fill(~verdict, float("-inf")).amax(-1)
+    low = reward.masked_fill(~verdict, float("inf")).amin(-1)
+    return high - low < 1e-6
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "none": advantage_mean,
+    "std": advantage_std,
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# The objective, token by token. Only acted tokens ever get here: there is no mask to forget.
+# ---------------------------------------------------------------------------------------------
+
+
+def clipped_surrogate(logp_new: Tensor, logp_old: Tensor, A: Tensor, eps: float) -> Tensor:
+    """Eq. 4, first term: min(r A, clip(r, 1 - eps, 1 + eps) A), never above r A. [N] -> [N]"""
+    ratio = (logp_new - logp_old).exp()  # Eq. 3, over the sampler; --ratio-anchor ref: as printed
+    return torch.minimum(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A)
+
+
+def kl_k3(logp_new: Tensor, logp_ref: Tensor) -> Tensor:
+    """Eqs. 1 and 4, KL(pi || pi_ref) by its k3 estimate: never negative, 0 at equality. [N]"""
+    gap = logp_ref - logp_new
+    return gap.exp() - gap - 1
+
+
+def weights_token(lengths: Tensor) -> Tensor:
+    """Eq. 4 averages over all tokens of the step: a long rollout weighs more. [M] -> [M]"""
+    return torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
+
+
+def weights_sequence(lengths: Tensor) -> Tensor:
+    """GRPO's older form: a mean over each rollout's tokens, then over rollouts. [M] -> [M]"""
+    return torch.where(lengths > 0, 1 / lengths.clamp(min=1), 0.0) / (lengths > 0).sum().clamp(min=1)
+
+
+LOSS_AVERAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "token": weights_token,
+    "sequence": weights_sequence,
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# One row per group
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """A prompt and some of its branches as one sequence of L slots.
+
+    ids        prompt ...  branch 0 ...  branch 1 ...
+    segment      0 0 0        1 1 1         2 2 2      a slot sees slots before it in 0 and its own
+    positions  every branch goes on where the prompt ended, as if it were alone
+    """
+
+    ids: Tensor  # [L]
+    segment: Tensor  # [L]
+    positions: Tensor  # [3, L]
+    keep: Tensor  # [n] the slot that predicts each acted token: the one before it in its branch
+    labels: Tensor  # [n] the acted tokens
+    owner: Tensor  # [n] which trajectory (an index of the caller's) chose each of them
+    pictures: list[Picture]
+
+
+def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
+    """branches: (index, trajectory) of one group; all share their prompt."""
+    first = branches[0][1]
+    P = first.prompt
+    ids, segment = [torch.tensor(first.ids[:P])], [torch.zeros(P, dtype=torch.long)]
+    positions, pictures = [], first.images[: first.prompt_images]
+    keep, labels, owner, slot = [], [], [], P
+    for b, (index, t) in enumerate(branches, start=1):
+        if t.ids[:P] != first.ids[:P]:
+            raise ValueError(f"{t.sample.id}: the rollouts of a group must share one prompt")
+        own = torch.tensor(t.ids)
+        where = policy.positions(own[None], torch.ones_like(own)[None], [p.grid for p in t.images])
+        where = where[1:, 0].cpu()  # [3, P + branch] the rope rows; the text row packs sequences
+        if not positions:
+            positions.append(where[:, :P])
+        positions.append(where[:, P:])
+        acted = torch.tensor(t.acted[P:]).nonzero()[:, 0]
+        ids.append(own[P:])
+        segment.append(torch.full((len(own) - P,), b))
+        # A branch's first token is predicted by the prompt's last slot, wherever the branch is.
+        keep.append(torch.where(acted == 0, P - 1, slot + acted - 1))
+        labels.append(own[P:][acted])
+        owner.append(torch.full((len(acted),), index))
+        pictures = pictures + t.images[t.prompt_images :]
+        slot += len(own) - P
+    return Row(
+        torch.cat(ids), torch.cat(segment), torch.cat(positions, -1),
+        torch.cat(keep), torch.cat(labels), torch.cat(owner), pictures,
+    )  # fmt: skip
+
+
+def group_rows(
+    policy: Policy, group: list[tuple[int, Trajectory]], row_tokens: int
+) -> Iterator[Row]:
+    """A group as one row, or as several if prompt and branches exceed `row_tokens` slots: the
+    mask costs L^2. Any split gives the same gradient. A single branch is never cut."""
+    part, slots = [], 0
+    for index, trajectory in group:
+        branch = len(trajectory.ids) - trajectory.prompt
+        if part and slots + branch > row_tokens:
+            yield group_row(policy, part)
+            part = []
+        if not part:
+            slots = trajectory.prompt
+        part.append((index, trajectory))
+        slots += branch
+    if part:
+        yield group_row(policy, part)
+
+
+def micro_batches(rows: list[Row], row_tokens: int) -> Iterator[list[Row]]:
+    """Rows of similar length side by side, at most `row_tokens` slots (padding included)."""
+    batch: list[Row] = []
+    for row in sorted(rows, key=lambda row: len(row.ids)):
+        if batch and (len(batch) + 1) * len(row.ids) > row_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+class Scorer(nn.Module):
+    """Rows -> log pi(token | history) of their acted tokens, as the sampler saw it.
+
+    "As the sampler saw it": control tokens are forbidden and logits are divided by the
+    temperature, here as there. Logits exist only for acted tokens and only `chunk` at a time:
+    with Qwen's vocabulary the full logits of 8,000 slots, with their gradient, would fill a GPU.
+    """
+
+    def __init__(self, policy: Policy, temperature: float, chunk: int = 1024) -> None:
+        super().__init__()
+        self.model, self.temperature, self.chunk = policy.model, temperature, chunk
+        self.forbidden = torch.tensor(policy.forbidden, device=policy.device)
+
+    def logp(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model.lm_head(hidden).float() / self.temperature  # [n, V]
+        logits = logits.index_fill(-1, self.forbidden, float("-inf"))
+        return logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]  # [n]
+
+    def forward(self, keep: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+        """keep [N]: which of the R * L slots predict the acted tokens labels [N]. Returns [N]."""
+        hidden = self.model.model(use_cache=False, **inputs)[0].flatten(0, 1)[keep]  # [N, H]
+        chunks = zip(hidden.split(self.chunk), labels.split(self.chunk))
+        return torch.cat([checkpoint(self.logp, h, y, use_reentrant=False) for h, y in chunks])
+
+
+def score(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """log pi of every acted token of some rows, and who chose it: ([N], [N]).
+
+    Stage 1, stage 2, the reference and every test use this one function.
+    """
+    R, L = len(rows), max(len(row.ids) for row in rows)
+    ids = torch.full((R, L), policy.pad_id)
+    segment = torch.full((R, L), -1)  # padding: a segment of its own, which nobody looks at
+    positions = torch.zeros(3, R, L, dtype=torch.long)
+    for r, row in enumerate(rows):
+        n = len(row.ids)
+        ids[r, :n], segment[r, :n], positions[:, r, :n] = row.ids, row.segment, row.positions
+    before = torch.ones(L, L, dtype=torch.bool).tril()
+    own = segment[:, :, None] == segment[:, None, :]
+    sees = before & (own | (segment == 0)[:, None, :])  # [R, L, L] row i may look at column j
+    device = policy.device
+    logp = Scorer(policy, temperature)(
+        keep=torch.cat([r * L + row.keep for r, row in enumerate(rows)]).to(device),
+        labels=torch.cat([row.labels for row in rows]).to(device),
+        input_ids=ids.to(device),
+        attention_mask=sees[:, None].to(device),
+        position_ids=positions.to(device),
+        **policy.model_images([picture for row in rows for picture in row.pictures]),
+    )
+    return logp, torch.cat([row.owner for row in rows]).to(device)
+
+
+# ---------------------------------------------------------------------------------------------
+# Learn
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The constants of Eq. 4 and the forks that the paper leaves open (README)."""
+
+    eps: float = 0.2
+    beta: float = 1e-3
+    temperature: float = 1.0  # of the rollouts: the ratio compares what was sampled
+    ratio_anchor: str = "old"  # "old": the sampler; "ref": the SFT model, as printed
+    loss_agg: str = "token"  # a key of LOSS_AVERAGES
+    mask_truncated: bool = False  # rollouts that ran out of turns or length teach nothing
+    row_tokens: int = 8192
+    max_grad_norm: float = 1.0
+
+
+def learn(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    trajectories: list[Trajectory],
+    advantage: Tensor,
+    group_size: int,
+    reference: Policy | None,
+    objective: Objective,
+) -> dict[str, float]:
+    """One step on the objective of Eq. 4. trajectories [M] in groups of `group_size`; advantage [M].
+
+    The step's loss is one weighted sum over all its acted tokens, so rows and micro-batches can
+    be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
+    hovers around 0, and its gradient is A * grad log pi all the same.
+    """
+    lengths = torch.tensor([float(sum(t.acted)) for t in trajectories])
+    if objective.mask_truncated:
+        cut = torch.tensor([t.ended in ("turns", "length") for t in trajectories])
+        lengths = lengths.masked_fill(cut, 0.0)
+    weight = LOSS_AVERAGES[objective.loss_agg](lengths).masked_fill(lengths == 0, 0.0)  # [M]
+
+    # Without a KL term a rollout with A = 0 has no gradient: leave it out.
+    useful = (weight > 0) & ((advantage != 0) | (objective.beta > 0))
+    indexed = list(enumerate(trajectories))
+    rows = [
+        row
+        for g in range(0, len(indexed), group_size)
+        for row in group_rows(
+            policy,
+            [(i, t) for i, t in indexed[g : g + group_size] if useful[i]],
+            objective.row_tokens,
+        )
+    ]
+
+    policy.model.train()
+    optimizer.zero_grad()
+    weight, advantage = weight.to(policy.device), advantage.to(policy.device)
+    report = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
+    for batch in micro_batches(rows, objective.row_tokens):
+        logp_new, owner = score(policy, batch, objective.temperature)  # [N]
+        logp_old, logp_ref = logp_new.detach(), logp_new.detach()
+        if reference is not None:
+            with torch.no_grad():
+                logp_ref, _ = score(reference, batch, objective.temperature)
+        if objective.ratio_anchor == "ref":
+            logp_old = logp_ref
+        A, w = advantage[owner], weight[owner]  # [N]
+        surrogate = clipped_surrogate(logp_new, logp_old, A, objective.eps)
+        kl = kl_k3(logp_new, logp_ref)
+        loss = -(w * (surrogate - objective.beta * kl)).sum()  # Eq. 4
+        loss.backward()
+        with torch.no_grad():
+            clipped = surrogate < (logp_new - logp_old).exp() * A
+            report["loss"] += loss.item()
+            report["kl"] += (w * kl).sum().item()
+            report["entropy"] -= (w * logp_new).sum().item()
+            report["clip_fraction"] += (w * clipped).sum().item()
+    report["grad_norm"] = step(policy.model, optimizer, objective.max_grad_norm)
+    return report
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float:
+    """Clip and apply the gradient. A gradient that is not finite never reaches the weights."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
+    if norm == norm and norm != float("inf"):
+        optimizer.step()
+    else:
+        optimizer.zero_grad()
+    return norm
+
+
+if __name__ == "__main__":
+    R = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.2, 1.0, 1.0, -0.2]])
+    known = torch.ones_like(R, dtype=torch.bool)
+    print("R                   ", R.tolist())
+    print("A = R - mean        ", advantage_mean(R, known).tolist())
+    print("A over deviation    ", [[round(a, 2) for a in g] for g in advantage_std(R, known).tolist()])
+    for A in (1.0, -1.0):
+        ratios = torch.tensor([0.5, 1.0, 1.5])
+        gain = clipped_surrogate(ratios.log(), torch.zeros(3), torch.tensor(A), eps=0.2)
+        print(f"A = {A:+}: ratio {ratios.tolist()} -> {[round(g, 2) for g in gain.tolist()]}")

@@ -1,0 +1,517 @@
+"""
+rewards.py: what a trajectory earns, in named parts.
+
+Concept     A right answer pays. Having looked in the right place pays a little more, and there
+            only what a tool *showed* counts: the judge is handed the question and the output of
+            one step, never a thought or code, so a fluent story about the wrong crop earns 0.
+Paper       CodeV, arXiv:2511.19661, Eqs. 5 and 6; Fig. 9 shows that a format reward exists. It
+            gives no numbers but |lambda_tool| < |lambda_acc|: all values below are ours.
+In          groups of Trajectories (K rollouts of one question), a judge, weights
+Out         one Reward a trajectory, its parts kept apart
+Left out    a judge that sees (BoxJudge replaces it where boxes are known); open-ended answers
+Read next   grpo.py (what rewards teach), faithfulness.py (the same scores, as a measurement)
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import json
+import random
+import re
+import select
+import string
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from PIL import Image
+
+from data import Box, Sample
+from rollout import Step, Trajectory
+from sandbox import Observation
+
+# Answers. The rules in one table; * marks what other projects settle differently.
+#
+#   reference   right                                wrong
+#   B           B  b  (B)  B. red  **B**  \boxed{B}  A or B   not B   B and so on (no delimiter) *
+#   B           red, if that is the text of B        (A) red, if "red" is the text of B *
+#   1234        1,234   1234.0                       1,23   1235: whole numbers match exactly
+#   0.5         .50   1/2   \frac{1}{2}   50%        0.50001: within one part in a million *
+#   28%         28 percent   0.28   28 *             28 cm: units agree where both name one *
+#   3           3 apples   $3 *                      3 million   3 or 4   about 3   three *
+#   2\sqrt{2}   \sqrt{8}, by math-verify             what math-verify cannot settle in 5 s *
+#   blue        Blue.   the blue   "blue"            not blue   blue car   yes, blue *   (empty)
+#   any         at most 1,000 characters             longer
+#
+# Text before the last "answer is" or "answer:", or outside the last \boxed{}, is working. *
+
+MAX_ANSWER = 1000  # characters: long answers are how graders get talked round
+
+CUE = re.compile(r".*\b(?:answer|option|choice)\b[\s*]*(?:is\b|:)[\s*:]*", re.I | re.S)
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+WRAPPED = re.compile(r"\$+([^$]+)\$+|\\\((.+)\\\)|\\\[(.+)\\\]|\\(?:text|mathrm)\{([^{}]*)\}")
+LETTER = re.compile(r"(?:option )?\(?([a-z])(?:$|[.):,]+ ?(.*))", re.I)
+ANOTHER = re.compile(r"\W*[A-Za-z]\W*$|.*(?:\([A-Za-z]\)|(?:\b(?:or|and)|[,/&]) ?[A-Z]\b)")
+NUMBER = re.compile(
+    r"([-+]?) ?([$€£]?) ?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(e[-+]?\d\d?)?"
+    r"(?: ?/ ?(0*[1-9]\d*))?( ?[%°]| (?!thousand|.illion)[^\W\d_]+)?"
+)
+SIGNS = {"percent": "%", "dollars": "$", "degrees": "°"}
+FORMULA = re.compile(r"[\\^=√π]|\b[a-z] ?[-+*/]|[-+*/] ?[a-z]\b", re.I)
+WORD = re.compile(r"(?<![\\a-z])[a-z]{2}", re.I)  # but not \frac
+
+
+def is_correct(answer: str | None, sample: Sample) -> bool:
+    """Is the text of the single <answer> right? The table above is the specification."""
+    if answer is None or len(answer) > MAX_ANSWER:
+        return False
+    reference = sample.answer.strip()
+    if not sample.options and not re.fullmatch("[A-Z]", reference):
+        return same_answer(reference, answer)
+    right = read_choice(reference, sample.options)
+    if right is None:
+        raise ValueError(
+            f"sample {sample.id}: its answer should name one of the options {sample.options}, by "
+            f"letter or text, but is {sample.answer!r}: correct the data, or drop the question"
+        )
+    return read_choice(answer, sample.options) == right
+
+
+def read_choice(reply: str, options: tuple[str, ...] = ()) -> str | None:
+    """The one option that a reply names, as a letter; None if it names none, or several."""
+    text = last_word(reply)
+    letters = string.ascii_uppercase[: len(options) or None]
+
+    def with_text(text: str) -> str | None:
+        for same in (same_text, same_answer):  # to the letter, else in meaning
+            fits = [c for c, option in zip(letters, options) if same(option, text)]
+            if fits:
+                return fits[0] if len(fits) == 1 else None
+        return None
+
+    match = LETTER.fullmatch(text)
+    if not match or match[1].upper() not in letters:
+        return with_text(text)
+    letter, rest = match[1].upper(), match[2] or ""
+    contradicted = ANOTHER.match(rest) or with_text(rest) not in (None, letter)
+    return None if contradicted else letter
+
+
+def same_answer(reference: str, reply: str) -> bool:
+    """Text, numbers, formulas, in this order."""
+    reference, reply = unwrap(reference), last_word(reply)
+    a, b = read_number(reference), read_number(reply)
+    if same_text(reference, reply) or (a and b):
+        return not (a and b) or same_number(*a, *b)
+    calculable = (a or is_formula(reference)) and (b or is_formula(reply))
+    return bool(calculable) and GRADER.same(reference, reply)
+
+
+def same_text(reference: str, reply: str) -> bool:
+    def plain(text: str) -> str:
+        text = re.sub(r"(?<=[^\W\d])-(?=[^\W\d])", " ", text.casefold()).strip(" .,;:!?")
+        return re.sub(r"^(?:a|an|the) (?=.)|(?<=,) |(?<=\d) (?=[a-z])", "", text)
+
+    return plain(reference) == plain(reply) != ""
+
+
+def read_number(text: str) -> tuple[Fraction, str] | None:
+    """(value, unit) if the whole text is one number, else None."""
+    text = text.casefold().replace("−", "-").replace("\\%", "%").replace("\\$", "$")
+    if (match := NUMBER.fullmatch(text)) is None:
+        return None
+    sign, currency, digits, power, below, unit = match.groups("")
+    value = Fraction(sign + digits.replace(",", "") + power) / int(below or 1)
+    return value, SIGNS.get(unit.strip(), unit.strip()) or currency
+
+
+def same_number(a: Fraction, unit_a: str, b: Fraction, unit_b: str) -> bool:
+    def close(a: Fraction, b: Fraction) -> bool:
+        whole = a.denominator == b.denominator == 1
+        return a == b or not whole and abs(a - b) * 10**6 <= abs(a)
+
+    if {unit_a, unit_b} == {"%", ""} and close(*((a / 100, b) if unit_a else (a, b / 100))):
+        return True
+    return (unit_a == unit_b or "" in (unit_a, unit_b)) and close(a, b)
+
+
+def is_formula(text: str) -> bool:
+    return bool(FORMULA.search(text)) and not WORD.search(text)
+
+
+def last_word(reply: str) -> str:
+    text = CUE.sub("", reply, count=1)
+    return unwrap((BOXED.findall(text) or [text])[-1])
+
+
+def unwrap(text: str) -> str:
+    """Take off what carries no meaning: markup, quotes, formula delimiters, a final full stop."""
+    text, before = " ".join(text.split()), None
+    while text != before:
+        before, text = text, text.strip(" :*`\"'“”‘’").removesuffix(".")
+        match = WRAPPED.fullmatch(text)
+        text = next(filter(None, match.groups()), "") if match else text
+    return text
+
+
+class MathGrader:
+    """math-verify in a process of its own, started when first needed, so that its limit holds.
+
+    Inside our process its limit is SIGALRM, which raises outside the main thread, and without a
+    limit "9^{9^9}" hangs the run. A process can be killed, and from any thread.
+    """
+
+    def __init__(self, seconds: float = 5.0) -> None:
+        self.seconds, self.lock = seconds, threading.Lock()
+        self.process: subprocess.Popen | None = None
+
+    def same(self, reference: str, reply: str) -> bool:
+        """Are two formulas equal? What takes too long, or all the memory, is not."""
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:
+                self.close()
+                program = inspect.getsource(_grade_forever) + "_grade_forever()"
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+                self.process = subprocess.Popen([sys.executable, "-P", "-c", program], **pipes)
+                if self._read(120) != b"ready\n":  # imports take long on a busy machine
+                    raise RuntimeError(
+                        "expected math-verify to start, but its process ended (the reason stands "
+                        "above) or hung; try: pip install -r requirements.txt"
+                    )
+            self.process.stdin.write(json.dumps([reference, reply]).encode() + b"\n")
+            return self._read(self.seconds) == b"1\n"
+
+    def _read(self, seconds: float) -> bytes:
+        """A line of its output; or b"", and the process is no more."""
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        line = self.process.stdout.readline() if ready else b""
+        if not line:
+            self.close()
+        return line
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+
+
+def _grade_forever() -> None:
+    """The other process. A line [reference, reply] in, a line "1" or "0" out."""
+    import json, logging, resource, signal, sys
+    from math_verify import parse, verify
+
+    logging.disable()
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        signal.alarm(60)  # should the parent be killed while we are lost in a formula, we end too
+        # Each text as one formula: "1 or 2" is then a set of two and equals neither.
+        texts = (f"${text.replace('$', '')}$" for text in json.loads(line))
+        reference, reply = (parse(text, parsing_timeout=None) for text in texts)
+        print(int(verify(reference, reply, timeout_seconds=None)), flush=True)
+        signal.alarm(0)
+
+
+GRADER = MathGrader()
+atexit.register(GRADER.close)
+
+
+# Format
+
+
+def format_error(trajectory: Trajectory) -> bool:
+    """Fig. 9's format reward, by our rule: whole blocks, and one <answer> of bearable length, in
+    the last turn. A thought may span turns: public traces write code inside one long thought."""
+    tags = []
+    for step in trajectory.steps:  # as letters: T opens a thought, t closes it; C c; A a
+        text = re.sub(r"(?s)(?<=<code>).*?(?=</code>)", "", step.text)  # strings are no tags
+        found = re.findall(r"<(/?)(think|code|answer)>", text)
+        tags.append("".join(tag[0] if slash else tag[0].upper() for slash, tag in found))
+    well_formed = re.fullmatch(r"(T(Cc|\|)*t|Cc|\|)*Aa(Tt|Cc)*", "|".join(tags))
+    return not well_formed or len(trajectory.answer or "") > MAX_ANSWER
+
+
+# Judges
+
+
+@dataclass(frozen=True)
+class JudgeRequest:
+    """Eq. 6: all that a judge may know of a step, (Q, o_t, metadata_t). No field could carry a
+    thought, code or the reference answer, so none of them can sway it."""
+
+    question: str
+    image_size: tuple[int, int]  # width, height
+    targets: tuple[Box, ...]  # where the evidence is; () if nobody labelled it
+    images: tuple[Image.Image, ...]  # what the step showed, in order
+    boxes: tuple[Box | None, ...]  # the region that each shows; None: no pure crop
+    sources: tuple[str, ...]
+    text: str  # what the code printed: the policy's words, not to be trusted
+
+
+Judge = Callable[[JudgeRequest], "float | None"]  # in [0, 1]; None: no verdict
+
+
+def judge_request(sample: Sample, seen: Observation) -> JudgeRequest:
+    shown = tuple(seen.images), tuple(seen.boxes), tuple(seen.sources), seen.text
+    return JudgeRequest(sample.question, sample.image.size, tuple(sample.boxes), *shown)
+
+
+@dataclass(frozen=True)
+class BoxJudge:
+    """Is a target in view, and is the crop about it? Exact, where targets are labelled.
+
+    In view: recall = |crop ∩ target| / |target|. Main content: focus = |target| / |crop|. The best
+    pair of a crop and a target counts: one target of several is enough (the paper's rubric). What
+    is no pure crop scores 0, a drawing for example, and so does (nearly) the whole image.
+    The defaults are the toy's: its focus tells one or two cells (1), up to four (0.5), more (0).
+    """
+
+    visible: float = 0.9  # least recall
+    focus: tuple[float, float] = (0.19, 0.095)  # least focus for a score of 1, of 0.5
+    max_area: float = 0.9  # of the image
+
+    def __call__(self, request: JudgeRequest) -> float | None:
+        if not request.targets:
+            return None
+        limit = self.max_area * area((0, 0, *request.image_size))
+        crops = [box for box in request.boxes if box and area(box) <= limit]
+        return max((self.score(c, t) for c in crops for t in request.targets), default=0.0)
+
+    def score(self, crop: Box, target: Box) -> float:
+        if recall(crop, target) < self.visible:
+            return 0.0
+        focus = area(target) / area(crop)
+        return 1.0 if focus >= self.focus[0] else 0.5 if focus >= self.focus[1] else 0.0
+
+
+def area(box: Box) -> int:
+    return max(box[2] - box[0], 0) * max(box[3] - box[1], 0)
+
+
+def recall(crop: Box, target: Box) -> float:
+    """|crop ∩ target| / |target|: how much of the target is in view."""
+    if area(target) == 0:
+        raise ValueError(f"a target is a box x0, y0, x1, y1 with x0 < x1 and y0 < y1, got {target}")
+    (x0, y0, x1, y1), (u0, v0, u1, v1) = crop, target
+    return area((max(x0, u0), max(y0, v0), min(x1, u1), min(y1, v1))) / area(target)
+
+
+# From steps to rewards
+
+
+def step_scores(trajectory: Trajectory, judge: Judge) -> tuple[float | None, ...]:
+    """One score for each of the tool steps, in order."""
+    scores, shown = [], False
+    for step in trajectory.tool_steps:
+        scores.append(step_score(trajectory.sample, step.observation, judge, shown))
+        shown = shown or bool(step.observation.images)
+    return tuple(scores)
+
+
+def step_score(
+    sample: Sample, seen: Observation, judge: Judge, shown_before: bool = False
+) -> float | None:
+    """Eq. 6, one step: r_t = Judge(Q, o_t, metadata_t).
+
+    a failure of ours            None; the step drops out of the mean
+    a red line                     -1, whatever else the step showed: the good crop shown again is
+                                   a no-op, and repetition must not pay. But a no-op before
+                                   anything was shown (the whole image) is only useless: 0
+    nothing but text                0; so is any picture on a question that needs no search
+    a picture, in a search         the judge's score, from 0 useless to 1 useful; None if it has
+                                   no verdict, and then the whole trajectory has no reward
+    """
+    if seen.environment:
+        return None
+    if set(seen.red_lines) - (set() if shown_before else {"no_op"}):
+        return -1.0
+    if sample.kind == "neutral" or not seen.images:
+        return 0.0
+    score = judge(judge_request(sample, seen))
+    if score is not None and not 0 <= score <= 1:
+        raise ValueError(f"a judge scores in [0, 1] or returns None, but {judge} gave {score!r}")
+    return score
+
+
+def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float | None:
+    """Eq. 6: r_tool = mean of r_t over the tool steps; 0 if there are none; None: no verdict.
+
+    A mean: one good crop shown five times never earns more than once. Its price: useless steps
+    water down a red line, from -1 towards 0, though never above.
+    """
+    pairs = zip(trajectory.tool_steps, scores, strict=True)
+    own = [score for step, score in pairs if not step.observation.environment]
+    if None in own:
+        return None
+    return sum(own) / len(own) if own else 0.0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Eq. 5: its lambdas. With format 0 the equation is as printed."""
+
+    answer: float = 1.0
+    tools: float = 0.2
+    format: float = 0.2
+
+    def __post_init__(self) -> None:
+        got = f"got tools {self.tools}, answer {self.answer}"
+        if not abs(self.tools) < abs(self.answer):
+            raise ValueError(f"the weight of tools must be below the answer's (Eq. 5), {got}")
+        if abs(self.tools) >= abs(self.answer) / 2:
+            warnings.warn(
+                f"a wrong answer with good crops can earn as much as a right one with red lines; "
+                f"choose tools < answer / 2 to rule that out ({got})",
+                stacklevel=3,
+            )
+
+
+@dataclass(frozen=True)
+class Reward:
+    answer: float  # 1 right, 0 wrong
+    tools: float | None  # for TAPO Eq. 6; None: no verdict
+    format: float  # 0 well-formed, -1 not
+    steps: tuple[float | None, ...]  # one a tool step; () if the reward does not look at them
+    total: float | None  # None: no verdict; the trajectory leaves the baseline and teaches nothing
+
+
+def weighted(
+    trajectory: Trajectory, weights: Weights, tools: float | None = 0.0, steps: tuple = ()
+) -> Reward:
+    """Eq. 5: R = lambda_acc r_acc + lambda_tool r_tool, plus lambda_fmt r_fmt (Fig. 9).
+
+    A trajectory that ran out of turns or tokens gave no answer: r_acc = 0.
+    """
+    answered = trajectory.ended == "answered"
+    answer = float(answered and is_correct(trajectory.answer, trajectory.sample))
+    format = -1.0 if format_error(trajectory) else 0.0
+    total = None
+    if tools is not None:
+        total = weights.answer * answer + weights.tools * tools + weights.format * format
+    return Reward(answer, tools, format, steps, total)
+
+
+Group = list[Trajectory]  # the K rollouts of one question
+
+
+def tapo(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """Eq. 5: the answer, and what the tools' outputs are worth on average (Eq. 6)."""
+    scores = [step_scores(trajectory, judge) for trajectory in group]
+    return [weighted(t, weights, tool_reward(t, s), s) for t, s in zip(group, scores)]
+
+
+def accuracy(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """R = lambda_acc r_acc + lambda_fmt r_fmt: only the outcome counts."""
+    return [weighted(trajectory, weights) for trajectory in group]
+
+
+def tool_bonus(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """The naive bonus: lambda_tool for each call that ran, whatever it showed. A sum, no mean."""
+    ran = [tuple(float(ran_well(step.observation)) for step in t.tool_steps) for t in group]
+    return [weighted(t, weights, sum(steps), steps) for t, steps in zip(group, ran)]
+
+
+def null(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """R = 1 with chance 0.75, else 0, whatever the policy did. What this teaches is drift, so a
+    finding that it shows too is none. The parts are reported, not paid."""
+    rewards = accuracy(group, judge, weights, rng)
+    return [replace(reward, total=float(rng.random() < 0.75)) for reward in rewards]
+
+
+def ran_well(seen: Observation) -> bool:
+    return not (seen.error or seen.timed_out or seen.blocked or seen.environment)
+
+
+# One group in; its rewards out, in the same order.
+REWARDS: dict[str, Callable[[Group, Judge, Weights, random.Random], list[Reward]]] = {
+    "tapo": tapo,
+    "accuracy": accuracy,
+    "tool_bonus": tool_bonus,
+    "random": null,
+}
+
+
+def score(
+    groups: list[Group], name: str, judge: Judge, weights: Weights, rng: random.Random
+) -> list[list[Reward]]:
+    if name not in REWARDS:
+        raise ValueError(f"expected a reward out of {', '.join(REWARDS)}; got {name!r}")
+    return [REWARDS[name](group, judge, weights, rng) for group in groups]
+
+
+def summary(groups: list[Group], rewards: list[list[Reward]]) -> dict[str, float]:
+    """One training step in numbers. Means leave out what has no verdict; calls are per
+    trajectory; a constant group teaches nothing; `environment` counts failures of ours."""
+    flat = [reward for group in rewards for reward in group]
+    steps = [step for group in groups for trajectory in group for step in trajectory.tool_steps]
+    totals = [[r.total for r in group if r.total is not None] or [0.0] for group in rewards]
+
+    def mean(values: list) -> float:
+        known = [value for value in values if value is not None]
+        return sum(known) / max(len(known), 1)
+
+    return {
+        "reward": mean([r.total for r in flat]),
+        "answer": mean([r.answer for r in flat]),
+        "tools": mean([r.tools for r in flat]),
+        "format": mean([r.format for r in flat]),
+        "calls": len(steps) / len(flat),
+        "useful_calls": sum((s or 0) > 0 for r in flat for s in r.steps) / len(flat),
+        "constant_groups": mean([max(group) - min(group) < 1e-6 for group in totals]),
+        "no_verdict": sum(r.total is None for r in flat),
+        "environment": sum(bool(step.observation.environment) for step in steps),
+    }
+
+
+# A worked example
+
+
+def hand_made(sample: Sample, *seen: Observation, answer: str | None) -> Trajectory:
+    """A policy whose code showed these observations and that then answered, or ran out of turns."""
+    steps = [Step("<think>Look.</think><code>look()</code>", "look()", o, 0, 0) for o in seen]
+    if answer is None:
+        return Trajectory(sample, steps=steps, ended="turns")
+    steps.append(Step(f"<think>Seen.</think><answer>{answer}</answer>", None, None, 0, 0))
+    return Trajectory(sample, steps=steps, answer=answer, ended="answered")
+
+
+def crop(sample: Sample, box: Box, **more) -> Observation:
+    return Observation(images=[sample.image.crop(box)], boxes=[box], sources=["crop"], **more)
+
+
+def demo() -> str:
+    """A red square with a checker texture, in one cell of a 4 x 4 map; ways to deal with it."""
+    image, target = Image.new("RGB", (256, 256)), (76, 76, 120, 120)
+    question = "Which texture is on the red square ?"
+    sample = Sample("demo", image, question, "checker", boxes=(target,))
+    good, again = (crop(sample, (64, 64, 128, 128), red_lines=r) for r in ([], ["no_op"]))
+    typo = Observation(error="NameError: 'imag' is not defined", red_lines=["sandbox_error"])
+    cases = {
+        "right crop": hand_made(sample, good, answer="checker"),
+        "right crop, misread": hand_made(sample, good, answer="diagonal"),
+        "crop of four cells": hand_made(sample, crop(sample, (64, 64, 192, 192)), answer="checker"),
+        "whole image": hand_made(sample, crop(sample, (0, 0, 256, 256)), answer="checker"),
+        "right crop, five times": hand_made(sample, good, *[again] * 4, answer="checker"),
+        "typo, then right crop": hand_made(sample, typo, good, answer="checker"),
+        "only a comment": hand_made(sample, Observation(), answer="checker"),
+        "printed the answer": hand_made(sample, Observation("checker"), answer="checker"),
+        "lucky guess": hand_made(sample, answer="checker"),
+        "out of turns": hand_made(sample, good, answer=None),
+    }
+    group, rng = list(cases.values()), random.Random(0)
+    totals = {name: REWARDS[name](group, BoxJudge(), Weights(), rng) for name in REWARDS}
+    lines = [f"{'':24}answer  format  tools  |" + "".join(f"{name:>12}" for name in totals)]
+    for case, *rewards in zip(cases, *totals.values()):
+        r, paid = rewards[0], "".join(f"{reward.total:12.2f}" for reward in rewards)
+        steps = " ".join(f"{s:g}" for s in r.steps) or "none"
+        lines.append(f"{case:24}{r.answer:6g}{r.format:8g}{r.tools:7.2f}  |{paid}   steps: {steps}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(demo())

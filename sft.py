@@ -1,0 +1,410 @@
+"""
+sft.py: learn to speak the game by imitation; and where the tiny model comes from.
+
+Concept     Stage 1 is stage 2 with A = 1 on demonstrations: the loss is -mean log pi of the acted
+            tokens, computed by the same scorer on the same rows. There is no second masking.
+            The same loop also makes `tiny/`, a stand-in for "a pretrained VLM" that fits in a
+            commit: a Qwen2.5-VL of a few layers that can see the toy world of data.py.
+Paper       CodeV, arXiv:2511.19661, Sec. 3 (cold start); Thyme's recipe for the released model
+In          Trajectories in which a demonstrator acted
+Out         a policy that speaks the format and mirrors the mixture of its demonstrations
+Left out    the public data set Thyme-SFT: not loaded yet
+Read next   grpo.py (the rows and the scorer), data.py (what is demonstrated)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from data import (
+    COLORS, GRID, SIZE, TEXTURES, Demonstration, Scene, cell_name, crop_turn, draw_scene,
+)  # fmt: skip
+from grpo import Row, group_row, micro_batches, score, step
+from rollout import IMAGE, TAGS, Policy, Rules, Trajectory, begin, listen, speak
+from sandbox import Sandbox
+
+# ---------------------------------------------------------------------------------------------
+# One loop for everything that imitates
+# ---------------------------------------------------------------------------------------------
+
+
+def replay(policy: Policy, demo: Demonstration, rules: Rules = Rules()) -> Trajectory:
+    """A demonstration as a Trajectory: the demonstrator's words are the actions, and what they
+    show comes from the same sandbox that the policy will meet."""
+    trajectory = begin(demo.sample, policy.encode_prompt(demo.sample))
+    with Sandbox(demo.sample.image, rules.limits, rules.allow_weak_sandbox) as sandbox:
+        for i, text in enumerate(demo.turns):
+            code = speak(policy, trajectory, policy.encode(text, []).ids)
+            if code is None:
+                break
+            observation = sandbox.run(code)
+            pictures = policy.pictures(observation.images)
+            listen(policy, trajectory, observation, pictures, rules, last=i == len(demo.turns) - 1)
+            if trajectory.ended:
+                break
+    return trajectory
+
+
+def replay_all(
+    policy: Policy, demos: list[Demonstration], rules: Rules = Rules()
+) -> Iterator[Trajectory]:
+    """replay for many, several sandboxes at a time, in order."""
+    with ThreadPoolExecutor(rules.sandboxes) as pool:
+        yield from pool.map(lambda demo: replay(policy, demo, rules), demos)
+
+
+def rows_of(policy: Policy, trajectories: list[Trajectory]) -> list[Row]:
+    """Each demonstration is a group of one."""
+    return [group_row(policy, [(0, trajectory)]) for trajectory in trajectories]
+
+
+def mean_logp(policy: Policy, rows: list[Row], row_tokens: int, learn: bool) -> float:
+    """Mean log pi over all acted tokens of `rows`; with `learn`, also the gradient of minus it."""
+    tokens = sum(len(row.labels) for row in rows)
+    total = 0.0
+    for batch in micro_batches(rows, row_tokens):
+        with torch.set_grad_enabled(learn):
+            logp, _ = score(policy, batch)
+            if learn:
+                (-logp.sum() / tokens).backward()
+        total += logp.sum().item()
+    return total / tokens
+
+
+def imitate(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batch_of: Callable[[int], list[Row]],
+    steps: int,
+    rate: Callable[[int], float],
+    row_tokens: int,
+    start: int = 0,
+    after: Callable[[int, float, float], bool] = lambda *_: False,
+    title: str = "sft",
+) -> int:
+    """`steps` steps of -mean log pi. batch_of(i) is the i-th batch, rate(i) its learning rate.
+
+    after(i, loss, grad_norm) runs when step i is done and ends the loop by returning True.
+    Returns the number of steps done.
+    """
+    policy.model.train()
+    bar = tqdm(range(start, steps), desc=title, initial=start, total=steps, mininterval=5)
+    for i in bar:
+        for group in optimizer.param_groups:
+            group["lr"] = rate(i)
+        optimizer.zero_grad()
+        loss = -mean_logp(policy, batch_of(i), row_tokens, learn=True)
+        norm = step(policy.model, optimizer, max_grad_norm=1.0)
+        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        if after(i, loss, norm):
+            return i + 1
+    return steps
+
+
+def shuffled(n: int, batch: int, seed: int | str) -> Callable[[int], list[int]]:
+    """The indices of batch i, epoch after epoch in a new order. A pure function of i, so that a
+    resumed run meets the same batches."""
+
+    def batch_of(i: int) -> list[int]:
+        indices = []
+        for position in range(i * batch, (i + 1) * batch):
+            epoch, place = divmod(position, n)
+            indices.append(order(epoch)[place])
+        return indices
+
+    orders: dict[int, list[int]] = {}
+
+    def order(epoch: int) -> list[int]:
+        if epoch not in orders:
+            orders.clear()
+            orders[epoch] = random.Random(f"order {seed} {epoch}").sample(range(n), n)
+        return orders[epoch]
+
+    return batch_of
+
+
+# ---------------------------------------------------------------------------------------------
+# tiny/: the network
+# ---------------------------------------------------------------------------------------------
+
+PATCH = 8  # pixels; two by two patches make one visual token
+VIEW = 64  # pixels: what the tiny model sees of any image, 16 visual tokens for a square one
+
+# A chat template belongs to its checkpoint. This one leaves out what so small a model cannot read
+# (the system prompt and the format block), and keeps the image and the question.
+CHAT_TEMPLATE = """\
+{%- for message in messages if message.role == 'user' -%}
+<|im_start|>user
+{% set seen = namespace(text=false) -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif not seen.text -%}{{ part.text }}{%- set seen.text = true -%}{%- endif -%}
+{%- endfor -%}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, like Qwen's: any text becomes tokens and comes back unchanged. The toy's words
+    and coordinates are single tokens; everything else is spelt in bytes."""
+    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+               "<|image_pad|>", "<|video_pad|>"]  # fmt: skip
+    tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
+    corner = tuple(range(0, SIZE + 1, SIZE // GRID))
+    cells = [cell_name(r, c) for r in range(GRID) for c in range(GRID)]
+    text = " ".join([
+        "Which texture is on the red square ? What color is the object at a1 ? Where is the",
+        "I need a closer look at . I can see it . The crop shows it .\nuser\nassistant\n",
+        *COLORS, *TEXTURES, *cells, *map(str, corner), crop_turn("", (0, 0, 0, 0)), "(0,0)",
+    ])  # fmt: skip
+    # A word takes its space along, a number stands alone, and so does every other space.
+    split = pre_tokenizers.Split(Regex(r" ?[a-d][1-4](?!\w)| ?[^\s\d]+|\d+|\s"), "isolated")
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    splitter = pre_tokenizers.Sequence([split, spell])
+    for tag in tags:
+        text = text.replace(tag, "\n")
+    words = [word for word, _ in splitter.pre_tokenize_str(text)]
+    words += [spell.pre_tokenize_str(w)[0][0] for w in (*COLORS, *TEXTURES, *cells)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = list(dict.fromkeys(control + tags + alphabet + sorted(set(words))))
+    tokenizer = Tokenizer(
+        models.BPE({w: i for i, w in enumerate(vocabulary)}, merges=[], ignore_merges=True)
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = splitter, decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in tags])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_policy(seed: int) -> Policy:
+    """Two text layers and one vision block of the real architecture, randomly initialised."""
+    tokenizer = tiny_tokenizer()
+    id_of = tokenizer.convert_tokens_to_ids
+    text = dict(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 6, 6]),
+        bos_token_id=None, eos_token_id=id_of("<|im_end|>"), pad_token_id=id_of("<|endoftext|>"),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    vision = dict(
+        depth=1, hidden_size=48, intermediate_size=96, num_heads=2, patch_size=PATCH,
+        spatial_merge_size=2, temporal_patch_size=2, window_size=PATCH * 32, out_hidden_size=64,
+        fullatt_block_indexes=[0],
+    )  # fmt: skip
+    config = Qwen2_5_VLConfig(
+        # .02, the usual width of the initial weights, is too small for 64 dimensions; it has to
+        # be said in all three places.
+        text_config=dict(text, initializer_range=0.08),
+        vision_config=dict(vision, initializer_range=0.08),
+        initializer_range=0.08,
+        image_token_id=id_of("<|image_pad|>"),
+        video_token_id=id_of("<|video_pad|>"),
+        vision_start_token_id=id_of("<|vision_start|>"),
+        vision_end_token_id=id_of("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    processor = Qwen2VLImageProcessorPil(
+        # BOX averages whole blocks of pixels: a texture of period 4 vanishes exactly at 1 : 4.
+        resample=Image.Resampling.BOX,
+        patch_size=PATCH,
+        merge_size=2,
+        size={"shortest_edge": VIEW * VIEW // 2, "longest_edge": VIEW * VIEW},
+    )
+    return Policy(model, tokenizer, processor)
+
+
+# ---------------------------------------------------------------------------------------------
+# tiny/: what it is pretrained on
+# ---------------------------------------------------------------------------------------------
+
+Pack = list[tuple[str | Image.Image, bool]]  # pieces of text or images; True: to be learnt
+
+
+def user(*parts: str | Image.Image) -> Pack:
+    turn = ("<|im_start|>user\n", *parts, "<|im_end|>\n<|im_start|>assistant\n")
+    return [(part, False) for part in turn]
+
+
+def grounding_pack(scene: Scene, rng: random.Random) -> Pack:
+    """Names and places of all squares. One direction a pack: with both, the second half could be
+    copied from the first."""
+    squares, pack = list(scene.squares), user(scene.image)
+    rng.shuffle(squares)
+    colour_first = rng.random() < 0.6
+    for square in squares:
+        pair = [f" {square.color}", f" {square.cell}"]
+        if not colour_first:
+            pair.reverse()
+        pack += [(pair[0], False), (pair[1], True)]
+    return pack
+
+
+def reading_pack(scene: Scene, rng: random.Random) -> Pack:
+    """Four close-ups and their textures: the quickest way to learn to read them."""
+    pack: Pack = []
+    for square in rng.sample(scene.squares, 4):
+        close_up = scene.image.crop(square.cell_box)
+        pack += [(close_up, False), (f" {square.color}<answer>{square.texture}", True), ("\n", False)]
+    return pack
+
+
+def look_pack(scene: Scene, rng: random.Random) -> Pack:
+    """Where is it, as a cell and as a box; then, from the close-up, which texture."""
+    square = rng.choice(scene.squares)
+    corners = ",".join(map(str, square.cell_box))
+    return [
+        *user(scene.image, f"Where is the {square.color} square ?"),
+        (f" {square.color}", True),
+        (f" {square.cell} ({corners})<|im_end|>", True),
+        ("\n", False),
+        *user(scene.image.crop(square.cell_box), f"Which texture is on the {square.color} square ?"),
+        (f"<answer>{square.texture}</answer><|im_end|>", True),
+    ]
+
+
+def colour_pack(scene: Scene, rng: random.Random) -> Pack:
+    square = rng.choice(scene.squares)
+    question = f"What color is the object at {square.cell} ?"
+    return [
+        *user(scene.image, question),
+        (f"<answer>{square.color}</answer><|im_end|>", True),
+    ]
+
+
+PACKS = {
+    "grounding": grounding_pack,
+    "reading": reading_pack,
+    "look": look_pack,
+    "colour": colour_pack,
+}
+
+
+def pack_trajectory(policy: Policy, pack: Pack) -> Trajectory:
+    trajectory = Trajectory(sample=None)
+    for part, learn in pack:
+        if isinstance(part, str):
+            piece = policy.encode(part, [])
+        else:
+            piece = policy.encode(IMAGE, policy.pictures([part]))
+        if learn:
+            trajectory.act(piece.ids)
+        else:
+            trajectory.observe(piece)
+    return trajectory
+
+
+def pack_rows(policy: Policy, kind: str, n: int, seed: int | str) -> list[Row]:
+    """n packs of a kind on maps whose textures follow no prior."""
+    rng = random.Random(f"packs {kind} {seed}")
+    return rows_of(
+        policy,
+        [
+            pack_trajectory(policy, PACKS[kind](draw_scene(rng, shortcut=0.25), rng))
+            for _ in tqdm(range(n), desc=f"{kind} packs", mininterval=5)
+        ],
+    )
+
+
+def skill(policy: Policy, rows: list[Row], row_tokens: int) -> dict[str, float]:
+    """How surely each kind of token is said: the share of acted tokens with probability > 1/2,
+    for all tokens and apart for those that hold a cell, a corner, a texture or a colour."""
+    policy.model.eval()
+    words = {
+        "cell": {f" {cell_name(r, c)}" for r in range(GRID) for c in range(GRID)},
+        "corner": set(map(str, range(0, SIZE + 1, SIZE // GRID))),
+        "texture": set(TEXTURES),
+        "colour": {prefix + c for c in COLORS for prefix in ("", " ")},
+    }
+    hits: dict[str, list[bool]] = {name: [] for name in words}
+    for batch in micro_batches(rows, row_tokens):
+        with torch.no_grad():
+            sure = (score(policy, batch)[0] > -0.6931).tolist()
+        labels = torch.cat([row.labels for row in batch]).tolist()
+        for label, hit in zip(labels, sure):
+            word = policy.tokenizer.decode([label])
+            for name, members in words.items():
+                if word in members:
+                    hits[name].append(hit)
+    policy.model.train()
+    return {name: sum(h) / len(h) for name, h in hits.items() if h}
+
+
+def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Policy:
+    """The base checkpoint, from random weights, in a few minutes.
+
+    Phase 1 reads close-ups and names places until both are learnt; phase 2 adds the two question
+    formats while the learning rate falls. The result must pass every gate, else ValueError.
+    """
+    phase_2, peak, pool = 450, 4e-3, 3000
+    policy = tiny_policy(seed)
+    rows = {kind: pack_rows(policy, kind, pool, seed) for kind in PACKS}
+    small = {kind: pack_rows(policy, kind, 80, "check") for kind in PACKS}
+    held_out = {kind: pack_rows(policy, kind, 300, "held out") for kind in PACKS}
+    mixtures = {1: dict(reading=16, grounding=48), 2: dict(reading=8, grounding=20, look=20, colour=16)}
+    optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0)
+    began = [None]  # the step at which phase 2 began
+
+    def batch_of(i: int) -> list[Row]:
+        rng = random.Random(f"pretrain {seed} {i}")
+        mixture = mixtures[1 if began[0] is None else 2]
+        return [row for kind, n in mixture.items() for row in rng.sample(rows[kind], n)]
+
+    def rate(i: int) -> float:
+        if began[0] is None:
+            return peak * min(1.0, (i + 1) / 30)
+        done = (i - began[0]) / phase_2
+        return peak * min(1.0, (i - began[0] + 1) / 10, (1 - done) / 0.6) + 1e-5
+
+    def after(i: int, loss: float, norm: float) -> bool:
+        if (i + 1) % 20 == 0:
+            now = {kind: skill(policy, small[kind], row_tokens) for kind in PACKS}
+            say(f"step {i + 1}  loss {loss:.3f}  " + show(now))
+            lifted = now["grounding"]["cell"] >= 0.95 and now["reading"]["texture"] >= 0.95
+            if began[0] is None and (lifted or i + 1 >= 500):
+                began[0] = i + 1
+        return began[0] is not None and i + 1 - began[0] >= phase_2
+
+    imitate(policy, optimizer, batch_of, 500 + phase_2, rate, row_tokens, after=after, title="tiny")
+    now = {kind: skill(policy, held_out[kind], row_tokens) for kind in PACKS}
+    say("held out  " + show(now))
+    gates = {
+        "cell": now["grounding"]["cell"], "colour of a cell": now["grounding"]["colour"],
+        "texture": now["reading"]["texture"], "corner": now["look"]["corner"],
+        "colour question": now["colour"]["colour"],
+    }  # fmt: skip
+    missed = {name: value for name, value in gates.items() if value < 0.95}
+    if missed:
+        raise ValueError(f"the base did not learn {missed} (>= 0.95 each): try another --seed")
+    return policy
+
+
+def show(skills: dict[str, dict[str, float]]) -> str:
+    return "  ".join(
+        f"{kind}: " + " ".join(f"{name} {value:.3f}" for name, value in s.items())
+        for kind, s in skills.items()
+    )

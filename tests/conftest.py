@@ -1,0 +1,111 @@
+"""What all tests share: a tiny random policy, and a way to put words into its mouth."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from transformers import LogitsProcessor, LogitsProcessorList
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data import Sample, toy_questions  # noqa: E402
+from rollout import Policy, Rules, Trajectory  # noqa: E402
+from sandbox import Limits  # noqa: E402
+from sft import tiny_policy  # noqa: E402
+
+# The first torch call of a process takes seconds: a deadline would call that a failure.
+settings.register_profile("codev", deadline=None, max_examples=50, derandomize=True)
+settings.load_profile("codev")
+torch.set_num_threads(1)
+
+RULES = Rules(turns=4, max_new_tokens=64, max_length=2048, limits=Limits(seconds=5))
+
+
+@pytest.fixture(scope="session")
+def policy() -> Policy:
+    """The tiny network with random weights, in fp32: exactness does not need a trained one."""
+    return tiny_policy(seed=0)
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[Sample]:
+    return toy_questions(6, seed="tests")
+
+
+class _Force(LogitsProcessor):
+    """Leaves one token possible per row: the next one of its script."""
+
+    def __init__(self, start: int, rows: list[list[int]]) -> None:
+        self.start, self.rows = start, rows
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        at = ids.shape[1] - self.start
+        forced = torch.full_like(scores, float("-inf"))
+        for row, words in enumerate(self.rows):
+            forced[row, words[min(at, len(words) - 1)]] = 0.0
+        return forced
+
+
+@contextmanager
+def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[list[torch.Tensor]]:
+    """Inside, rollout i of `play` says scripts[i], turn by turn, through the real generate.
+
+    Yields a list that receives, per turn, the raw logits [rows, tokens, V] of what was said."""
+    generate, logits, turn = policy.model.generate, [], 0
+    live = list(range(len(scripts)))
+
+    def forced(**inputs):
+        nonlocal live, turn
+        said = [scripts[i][turn] for i in live]
+        rows = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
+        start = inputs["input_ids"].shape[1]
+        inputs["generation_config"].output_logits = True
+        output = generate(**inputs, logits_processor=LogitsProcessorList([_Force(start, rows)]))
+        logits.append(torch.stack(output.logits, 1))
+        live = [i for i, text in zip(live, said) if "</answer>" not in text and "<code>" in text]
+        turn += 1
+        return output
+
+    policy.model.generate = forced
+    try:
+        yield logits
+    finally:
+        del policy.model.generate
+
+
+def fresh_logits(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
+    """Raw logits [L, V] of a whole trajectory: one row, no padding, no cache."""
+    ids = torch.tensor([trajectory.ids])
+    positions = policy.positions(ids, torch.ones_like(ids), [p.grid for p in trajectory.images])
+    with torch.no_grad():
+        return policy.model(
+            input_ids=ids,
+            position_ids=positions[1:],
+            use_cache=False,
+            **policy.model_images(trajectory.images),
+        ).logits[0]
+
+
+LOOK = "<think> I need a closer look .</think><code>\nimage.crop((64,128,128,192)).show()\n</code>"
+TWO = (
+    "<code>\nimage.crop((0,0,64,64)).show()\nimage.crop((64,0,256,128)).show()\n"
+    "print('two')\n</code>"
+)
+PRINT = "<code>\nprint(1 + 1)\n</code>"
+FAIL = "<think> hm</think><code>\n1/0\n</code>"
+ANSWER = "<think> The crop shows it .</think><answer>checker</answer>"
+SHORT = "<answer>red</answer>"
+
+# Rows of very different lengths that stop at different turns, with 0 to 3 images on the way.
+SCRIPTS = [
+    [LOOK, ANSWER],
+    [SHORT],
+    [TWO, PRINT, LOOK, SHORT],
+    [FAIL, TWO, ANSWER],
+    [ANSWER],
+    [PRINT, PRINT, SHORT],
+]

@@ -1,0 +1,483 @@
+"""python -m pytest tests/test_evaluate.py      about 15 s, and 10 s more where chromium is found"""
+
+import html
+import json
+import random
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import evaluate as module
+import numpy as np
+import pytest
+import torch
+from conftest import ANSWER, FAIL, LOOK, PRINT, RULES, SHORT, scripted
+from evaluate import (
+    AGAINST_PRIOR,
+    BENCHES,
+    PAGE_LIMIT,
+    columns_of,
+    compare,
+    curves,
+    evaluate,
+    highlight,
+    load_toy,
+    main,
+    measure,
+    page,
+    picture_url,
+    read_trajectories,
+    report,
+    runs_of,
+    table,
+    write_trajectories,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from data import USUAL_TEXTURE, Sample
+from rewards import BoxJudge, Reward
+from rollout import Step, Trajectory
+from sandbox import Observation
+
+TARGET = (76, 140, 120, 184)
+IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8))
+SAMPLE = Sample("one", IMAGE, "Which texture is on the red square ?", "checker", boxes=(TARGET,))
+
+
+def episode(sample=SAMPLE, *turns, answer="checker", scores=(), right=1.0):
+    """A trajectory of (text, code, observation) turns, and its reward."""
+    trajectory = Trajectory(sample, ids=[1] * 30, acted=[False] * 30, prompt=30, ended="answered")
+    for text, code, seen in turns:
+        start = len(trajectory.ids)
+        trajectory.ids += [2] * 10 + [3] * 5
+        trajectory.acted += [True] * 10 + [False] * 5
+        trajectory.steps.append(Step(text, code, seen, start, start + 10))
+    trajectory.answer = answer
+    return trajectory, Reward(right, sum(filter(None, scores)), 0.0, tuple(scores), right)
+
+
+def looked(box=(64, 128, 128, 192), **more):
+    crop = IMAGE.crop(box)
+    return (LOOK, "image.crop(...)", Observation(images=[crop], boxes=[box], sources=["crop"], **more))
+
+
+def worked_example():
+    """One of each: a good look, an error and a picture that is no crop, and a guess."""
+    figure = Observation(
+        text="12\n", images=[IMAGE.resize((40, 30))], boxes=[None], sources=["figure"],
+        notes=["plt.show() was kept"], seconds=0.25,
+    )  # fmt: skip
+    error = Observation(error="ValueError: outside", red_lines=["invalid_coords"])
+    answered = (ANSWER, None, None)
+    lettered = replace(SAMPLE, id="two", options=("checker", "diagonal"), kind="neutral")
+    pairs = [
+        episode(SAMPLE, looked(), answered, scores=(1.0,)),
+        episode(lettered, (FAIL, "1/0", error), ("<code>\nplot()\n</code>", "plot()", figure),
+                answer=None, scores=(-1.0, None), right=0.0),
+        episode(SAMPLE, answered),
+    ]  # fmt: skip
+    return [t for t, _ in pairs], [r for _, r in pairs]
+
+
+# --- play and measure ------------------------------------------------------------------------
+
+
+def test_the_toy_has_half_as_many_questions_against_its_prior_and_repeats_exactly():
+    samples = load_toy(n=12, seed=3)
+    against = [s for s in samples if s.source == AGAINST_PRIOR]
+    assert len(samples) == 18 and len(against) == 6
+    assert len({s.id for s in samples}) == 18
+    usual = [USUAL_TEXTURE[s.question.split()[5]] for s in against]
+    assert all(s.answer != texture for s, texture in zip(against, usual))
+    assert [s.answer for s in samples] == [s.answer for s in load_toy(n=12, seed=3)]
+    assert [s.answer for s in samples] != [s.answer for s in load_toy(n=12, seed=4)]
+
+
+def test_evaluate_plays_each_sample_once_scores_each_step_and_keeps_the_episodes(
+    policy, samples, tmp_path
+):
+    scripts = [[LOOK, ANSWER], [FAIL, PRINT, SHORT], [SHORT]]
+    before = torch.random.get_rng_state()
+    with scripted(policy, scripts):
+        metrics, played = evaluate(policy, samples[:3], BoxJudge(), rules=RULES, out=tmp_path)
+    assert [t.sample.id for t in played] == [s.id for s in samples[:3]]
+    assert torch.equal(before, torch.random.get_rng_state())  # training goes on undisturbed
+    kept, rewards = read_trajectories(tmp_path / "trajectories.jsonl")
+    assert [len(r.steps) for r in rewards] == [1, 2, 0]
+    assert [t.answer for t in kept] == ["checker", "red", "red"]
+    assert metrics["n"] == 3
+
+
+def test_evaluating_nothing_is_refused(policy):
+    with pytest.raises(ValueError, match="at least one sample"):
+        evaluate(policy, [], BoxJudge())
+
+
+def test_questions_against_the_prior_count_for_one_number_only():
+    against = replace(SAMPLE, source=AGAINST_PRIOR)
+    pairs = [
+        episode(SAMPLE, looked(), scores=(1.0,)),
+        episode(SAMPLE, right=0.0),
+        episode(against, right=0.0),
+        episode(against, looked(), scores=(1.0,)),
+        episode(against, right=0.0),
+        episode(against, right=0.0),
+    ]
+    metrics = measure([t for t, _ in pairs], [r for _, r in pairs])
+    assert metrics["n"] == 2 and metrics["accuracy"] == 0.5 and metrics["faithful"] == 0.5
+    assert metrics["ood_accuracy"] == 0.25
+    assert "ood_accuracy" not in measure(*map(list, zip(*pairs[:2])))
+
+
+# --- the file of episodes --------------------------------------------------------------------
+
+
+def test_trajectories_come_back_as_they_were_written(tmp_path):
+    trajectories, rewards = worked_example()
+    trajectories[0].steps[0].text += "\u2028 \ud800 \x00 ' \" </script>"  # lone surrogate and all
+    write_trajectories(trajectories, rewards, tmp_path)
+    back, rewards_back = read_trajectories(tmp_path / "trajectories.jsonl")
+    assert back == trajectories  # pictures too: PIL compares their pixels
+    assert rewards_back == rewards
+
+
+def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
+    write_trajectories(*worked_example(), tmp_path)
+    first, second, _ = map(json.loads, (tmp_path / "trajectories.jsonl").open())
+    documented = re.findall(r"^    ([a-z]+)  +", module.__doc__, re.MULTILINE)
+    assert set(first) == {*documented, "prompt", "prompt_images"}
+    assert first["sample"]["boxes"] == [list(TARGET)] and first["sample"]["answer"] == "checker"
+    assert [step["score"] for step in first["steps"]] == [1.0, None]
+    assert [step["score"] for step in second["steps"]] == [-1.0, None]
+    assert (first["correct"], second["correct"]) == (True, False)
+    assert first["acted"] == [[False, 30], [True, 10], [False, 5], [True, 10], [False, 5]]
+    crop = tmp_path / first["steps"][0]["observation"]["images"][0]
+    assert Image.open(crop).size == (64, 64)
+    assert second["steps"][0]["observation"]["red_lines"] == ["invalid_coords"]
+
+
+@pytest.mark.parametrize("line", ["{", "{}", "[]", '{"sample": 1, "reward": {}}'])
+def test_a_line_that_is_no_trajectory_is_named(line, tmp_path):
+    write_trajectories(*worked_example(), tmp_path)
+    file = tmp_path / "trajectories.jsonl"
+    file.write_text(file.read_text() + line + "\n")
+    with pytest.raises(ValueError, match=r"jsonl, line 4: expected a trajectory"):
+        read_trajectories(file)
+
+
+def test_no_episodes_make_an_empty_file_and_a_page_that_says_so(tmp_path):
+    write_trajectories([], [], tmp_path)
+    assert read_trajectories(tmp_path / "trajectories.jsonl") == ([], [])
+    assert "the first 0 of 0 episodes" in report(tmp_path, {}).read_text()
+
+
+@given(st.lists(st.booleans()))
+def test_runs_of_tokens_unroll_to_the_tokens(acted):
+    runs = runs_of(acted)
+    assert [who for who, count in runs for _ in range(count)] == acted
+    assert all(a != b for (a, _), (b, _) in zip(runs, runs[1:]))
+
+
+# --- table and figures -----------------------------------------------------------------------
+
+
+def test_the_table_is_aligned_and_leaves_empty_what_was_not_measured():
+    columns = {
+        "SFT": {"n": 256, "accuracy": 0.9571, "faithful": 0.33, "ood_accuracy": None},
+        "TAPO": {"n": 256, "accuracy": 1.0, "ood_accuracy": 0.68, "no such row": 1.0},
+    }
+    assert table(columns).splitlines() == [
+        "                         SFT   TAPO",
+        "questions                256    256",
+        "accuracy               0.957  1.000",
+        "out-of-prior accuracy         0.680",
+        "faithful               0.330",
+    ]
+    assert table({}) == ""
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        [],
+        [{"step": 1, "loss": 0.5}],
+        [{"step": 1, "accuracy": 0.5, "answer": 0.5}, {"step": 2, "accuracy": None}],
+        [{"step": s, "accuracy": 0.9, "tool_use": 0.5, "faithful": s / 40, "answer": 0.9,
+          "tools": -0.2, "format": 0.0} for s in range(40)],
+    ],
+)  # fmt: skip
+def test_curves_are_drawn_from_whatever_was_logged(log, tmp_path):
+    curves(log, tmp_path / "curves.png")
+    assert Image.open(tmp_path / "curves.png").size == (720, 600)
+
+
+def test_every_curve_can_be_told_apart_without_colour():
+    styles = list(zip(module.LINES, module.MARKERS))
+    assert len(set(module.MARKERS)) == len(module.COLORS) == len(set(styles)) == len(styles)
+
+
+def test_runs_are_compared_in_one_table_and_one_figure(tmp_path, capsys):
+    for name, share in (("a", 0.25), ("b", 0.75)):
+        (tmp_path / name).mkdir()
+        summary = {"stages": {"sft": {"n": 4, "faithful": share}, "rl": {"n": 4, "calls": None}}}
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b") + "/"
+    main(["--compare", a, b, "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/a sft" in printed and f"{tmp_path}/b rl" in printed
+    assert re.search(r"^faithful +0\.250 +0\.750$", printed, re.MULTILINE)
+    assert Image.open(tmp_path / "out" / "compare.png").width == 960
+    assert len(columns_of([a, b])) == 4
+    compare({}, tmp_path / "empty.png")
+
+
+# --- the page --------------------------------------------------------------------------------
+
+
+class Reader(HTMLParser):
+    """What a browser would see: tags with their attributes, and the text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def shape(self):
+        """All tags with the names of their attributes, but for the spans that colour words."""
+        return [(tag, *attributes) for tag, attributes in self.tags if tag != "span"]
+
+    def all(self, tag, **attributes):
+        return [a for t, a in self.tags if t == tag and attributes.items() <= a.items()]
+
+
+def test_the_page_shows_each_episode_as_a_film_strip():
+    seen = Reader(page(*worked_example(), {"SFT": {"n": 3, "accuracy": 2 / 3}}))
+    cards = seen.all("article")
+    assert [c["data-answer"] for c in cards] == ["correct", "wrong", "correct"]
+    assert [c["data-look"] for c in cards] == ["faithful", "unfaithful", "no tool"]
+    assert [c["data-kind"] for c in cards] == ["search", "neutral", "search"]
+    assert [c["data-error"] for c in cards] == ["none", "some", "none"]
+    # The first image is there once, and again where the crop was looked at; units are its pixels.
+    assert len(seen.all("image")) == 3 and len(seen.all("use", href="#p1")) == 1
+    assert all(svg["viewbox"] == "0 0 256 256" for svg in seen.all("svg"))
+    where = {"x": "64", "y": "128", "width": "64", "height": "64", "class": "shown"}
+    assert len(seen.all("rect", **where)) == 1
+    assert len(seen.all("rect", **{"class": "target", "x": "76", "width": "44"})) == 4
+    for words in ("score 1", "6% of the image: 64, 128, 128, 192", "✓ checker (reference: checker)",
+                  "✗ no answer", "ValueError: outside", "score -1, invalid_coords", "no verdict",
+                  "figure, 40 x 30", "plt.show() was kept", "the first 3 of 3 episodes", "0.667",
+                  "20 tokens chosen by the policy, 40 shown to it"):  # fmt: skip
+        assert words in seen.text, words
+    widths = [i["style"] for i in seen.all("i")[:5]]
+    assert widths == [f"flex:{n} 0 0" for n in (30, 10, 5, 10, 5)]
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\" onmouseover=\"alert(1)\" x='",
+    "' onmouseover='alert(1)",
+    "</textarea></pre></style></title><!--",
+    "<svg/onload=alert(1)>",
+    "&lt;b&gt; &#60;b&#62; $script ${style} https://example.com/x.png",
+    "<a href='javascript:alert(1)'>x</a>]]>",
+    "\u202e\x00\ud800",
+]
+
+
+@pytest.mark.parametrize("words", HOSTILE)
+def test_whatever_a_model_or_a_data_set_wrote_is_only_text(words, tmp_path):
+    calm = Reader(page(*everywhere("words"), {"words": {"n": 1}}))
+    write_trajectories(*everywhere(words), tmp_path)
+    raw = report(tmp_path, {words: {"n": 1}}).read_text()
+    seen = Reader(raw)
+    assert seen.shape() == calm.shape()
+    if words.isprintable():
+        assert seen.text.count(words) == calm.text.count("words")  # and nothing is lost
+
+
+def everywhere(words):
+    """One episode in which every text that comes from outside is `words`."""
+    sample = Sample(words, IMAGE, words, words, options=(words, words), source=words)
+    seen = Observation(
+        text=words, images=[IMAGE], boxes=[None], sources=[words], error=words,
+        environment=words, notes=[words], red_lines=[words],
+    )  # fmt: skip
+    turns = [(f"{words}<code>{words} # {words}</code>{words}", words, seen), (words, None, None)]
+    trajectory, reward = episode(sample, *turns, answer=words, scores=(0.0,))
+    trajectory.ended = words
+    return [trajectory], [reward]
+
+
+def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
+    write_trajectories(*worked_example(), tmp_path)
+    curves([], tmp_path / "curves.png")
+    raw = report(tmp_path, {"SFT": {"n": 3}}).read_text()
+    seen = Reader(raw)
+    links = [a[name] for _, a in seen.tags for name in ("src", "href", "data", "action") if name in a]
+    assert len(links) == 3 + 2 + 1 + 1  # images, what steps showed, where, curves
+    assert all(link.startswith(("data:image/", "#p")) for link in links)
+    assert not re.search(r"url\(|@import|https?:|//[a-z]", re.sub(r"base64,[^\"]*", "", raw))
+    assert len(seen.all("script")) == 1
+    (policy,) = seen.all("meta", **{"http-equiv": "Content-Security-Policy"})
+    assert policy["content"].startswith("default-src 'none'; img-src data:;")
+
+
+def test_fifty_episodes_with_photographs_stay_under_five_megabytes():
+    noise = np.random.default_rng(0).integers(0, 255, (480, 640, 3), np.uint8)
+    sample = replace(SAMPLE, image=Image.fromarray(noise))  # nothing compresses worse
+    box = (0, 0, 320, 240)
+    seen = Observation(images=[sample.image.crop(box)], boxes=[box], sources=["crop"])
+    pairs = [episode(sample, (LOOK, "x", seen), scores=(1.0,)) for _ in range(50)]
+    text = page([t for t, _ in pairs], [r for _, r in pairs], {})
+    assert "the first 50 of 50 episodes" in text
+    assert 1_000_000 < len(text.encode()) < 5_000_000
+
+
+def test_endless_texts_leave_later_episodes_out_and_the_page_says_so():
+    pairs = [episode(SAMPLE, ("é" * (PAGE_LIMIT // 6), None, None)) for _ in range(4)]
+    text = page([t for t, _ in pairs], [r for _, r in pairs], {})
+    assert "the first 2 of 4 episodes" in text and len(text.encode()) < 5_000_000
+    pairs = [episode() for _ in range(60)]
+    text = page([t for t, _ in pairs], [r for _, r in pairs], {}, shown=7)
+    assert "the first 7 of 60 episodes" in text and text.count("<article") == 7
+
+
+@pytest.mark.parametrize("budget", [500_000, 20_000, 4_000])
+def test_a_picture_fits_its_budget_and_keeps_its_shape(budget):
+    url = picture_url(IMAGE.resize((1600, 800)), budget)
+    assert len(url) <= budget
+    import base64
+    import io
+
+    image = Image.open(io.BytesIO(base64.b64decode(url.split(",")[1])))
+    assert image.width == 2 * image.height
+
+
+def test_code_is_highlighted():
+    assert highlight("for i in 'a<b': # 1") == (
+        '<span class="k">for</span><span class="other"> </span><span class="other">i</span>'
+        '<span class="other"> </span><span class="k">in</span><span class="other"> </span>'
+        '<span class="s">&#x27;a&lt;b&#x27;</span><span class="other">: </span>'
+        '<span class="c"># 1</span>'
+    )
+
+
+@given(st.text(st.sampled_from("ab1_ .#'\"\n<>&=for"), max_size=60))
+def test_highlighting_loses_nothing_and_escapes_everything(code):
+    assert html.unescape(re.sub(r"</?span[^>]*>", "", highlight(code))) == code
+
+
+# --- the command line ------------------------------------------------------------------------
+
+
+def test_without_arguments_it_shows_how_it_is_used(capsys):
+    main([])
+    printed = capsys.readouterr().out
+    assert "usage" in printed and "--compare" in printed and "(default: 256)" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "m", "--bench", "vstar9"], "invalid choice: 'vstar9'"),
+        (["--model", "/no/such/folder"], "no checkpoint in /no/such/folder: expected a folder"),
+        (["--model", "m", "--data", "x"], "drop --data x"),
+        (["--model", "m", "--n", "0"], "--n must be at least 1, got 0"),
+        (["--model", "m", "--turns", "0"], "--turns must be at least 1, got 0"),
+        (["--model", "m", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
+        (["--model", "m", "--shortcut", "2"], "shortcut is a share between 0 and 1, got 2.0"),
+        (["--compare", "/no/such/run"], "no run in /no/such/run: expected a folder with summary.json"),
+    ],
+)
+def test_a_wrong_command_is_explained_before_any_model_loads(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("rollout.Qwen2_5_VLForConditionalGeneration", None)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(module, "load_policy", lambda name: policy)
+    small = replace(module.GREEDY, max_new_tokens=64, max_length=2048)
+    monkeypatch.setattr(module, "GREEDY", small)
+    with scripted(policy, [[LOOK, ANSWER], [SHORT], [ANSWER]]):
+        main(["--model", "m", "--n", "2", "--out", str(tmp_path / "deep" / "out")])
+    assert re.search(r"^questions +2$", capsys.readouterr().out, re.MULTILINE)
+    summary = json.loads((tmp_path / "deep" / "out" / "summary.json").read_text())
+    assert set(summary) == {"config", "seconds", "stages"}
+    assert set(BENCHES) >= set(summary["stages"]) == {"toy"}
+    assert 0 <= summary["stages"]["toy"]["ood_accuracy"] <= 1
+    assert "of 3 episodes" in (tmp_path / "deep" / "out" / "report.html").read_text()
+
+
+# --- in a browser ----------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium")
+PROBE = """<script>
+const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+const at = () => document.activeElement.id, result = {};
+Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});  // no style asks for more
+const right = [...document.body.querySelectorAll("*")].map(e => e.getBoundingClientRect().right);
+result.width = Math.max(...right);
+result.filters = [...document.querySelectorAll("select")].map(select => select.name);
+press("j"); result.first = at(); press("j"); result.second = at(); press("k"); result.back = at();
+const choose = document.querySelector("select[name=answer]");
+choose.value = "wrong"; choose.dispatchEvent(new Event("change", {bubbles: true}));
+result.wrong = [...document.querySelectorAll("article:not([hidden])")].map(card => card.id);
+document.title = JSON.stringify(result);
+</script>"""
+
+
+def browse(folder, *flags):
+    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+             "--disable-background-networking", "--disable-component-update", "--disable-sync",
+             "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}")  # fmt: skip
+    command = [CHROMIUM, *quiet, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(width, tmp_path):
+    trajectories, rewards = worked_example()
+    long = "a_name_that_is_much_too_long_for_a_phone_" * 4
+    trajectories[1].steps[0].text = f"<think>{long}</think><code>\n{long}()\n</code>"
+    write_trajectories(trajectories, rewards, tmp_path)
+    curves([], tmp_path / "curves.png")
+    file = report(tmp_path, {"SFT": {"n": 3}, "TAPO": {"n": 3, "accuracy": 0.5}})
+
+    shot = tmp_path / "shot.png"
+    browse(tmp_path, f"--window-size={width},1600", f"--screenshot={shot}", file.as_uri())
+    pixels = np.asarray(Image.open(shot).convert("RGB"))
+    assert pixels.shape == (1600, width, 3)
+    assert (pixels == (34, 38, 43)).all(-1).mean() > 0.02  # the film is there, with its colour
+
+    # The page's own policy forbids any other script, so the probe runs in a copy without it.
+    probed = tmp_path / "probed.html"
+    text = re.sub(r"<meta http-equiv[^>]*>", "", file.read_text())
+    probed.write_text(text + PROBE.replace("WIDTH", str(width)))
+    seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
+    result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
+    assert result["width"] <= width  # nothing sticks out
+    assert result["filters"] == ["answer", "look", "kind", "error"]
+    assert (result["first"], result["second"], result["back"]) == ("t1", "t2", "t1")
+    assert result["wrong"] == ["t2"]
+
+    # With the policy in place its own script still runs, and no other does.
+    hostile = tmp_path / "hostile.html"
+    hostile.write_text(file.read_text() + PROBE)
+    seen = browse(tmp_path, "--dump-dom", hostile.as_uri())
+    assert "<select" in seen and "<title>What it looked at" in seen

@@ -1,0 +1,625 @@
+"""python -m pytest tests/test_rewards.py      about 11 s, half of them to import torch"""
+
+import itertools
+import os
+import random
+import threading
+import time
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import rewards
+from data import CELL, GRID, Sample, draw_scene, search_sample
+from rewards import (
+    GRADER,
+    REWARDS,
+    BoxJudge,
+    JudgeRequest,
+    MathGrader,
+    Weights,
+    crop,
+    format_error,
+    hand_made,
+    is_correct,
+    judge_request,
+    read_choice,
+    score,
+    step_score,
+    step_scores,
+    summary,
+)
+from rollout import Step, Trajectory
+from sandbox import Observation
+
+IMAGE = Image.new("RGB", (256, 256))
+CELL_B2, FOUR, AWAY, WHOLE = (64, 64, 128, 128), (64, 64, 192, 192), (0, 0, 64, 64), (0, 0, 256, 256)
+SEARCH = Sample(
+    "s1", IMAGE, "Which texture is on the red square ?", "checker", boxes=((76, 76, 120, 120),)
+)
+NEUTRAL = replace(SEARCH, id="n1", kind="neutral")
+
+GOOD, WIDE, WRONG, FULL = (crop(SEARCH, box) for box in (CELL_B2, FOUR, AWAY, WHOLE))
+AGAIN = crop(SEARCH, CELL_B2, red_lines=["no_op"])  # as the sandbox marks a crop shown before
+TYPO = Observation(error="NameError: imag", red_lines=["sandbox_error"])
+BLOCKED = Observation(error="blocked: os.remove", blocked=True, red_lines=["sandbox_error"])
+EMPTY, PRINTED = Observation(), Observation(text="checker")
+OURS = Observation(error="the worker did not start", environment="the worker did not start")
+
+
+def question(answer, options=()):
+    return Sample("q", IMAGE, "?", answer, tuple(options))
+
+
+def reward(trajectory, name="tapo", judge=BoxJudge(), weights=Weights(), seed=0):
+    return REWARDS[name]([trajectory], judge, weights, random.Random(seed))[0]
+
+
+def tools(*seen, sample=SEARCH):
+    """TAPO's tool part of a policy that saw these observations."""
+    return reward(hand_made(sample, *seen, answer="checker")).tools
+
+
+# Answers
+
+TABLE = [
+    # reference, reply, right?
+    ("B", "(B) the red one", True),
+    ("B", "A or B", False),
+    ("B", "", False),
+    ("B", "B", True),
+    ("B", " b\n", True),
+    ("B", "(b)", True),
+    ("B", "B.", True),
+    ("B", "**B**", True),
+    ("B", r"$\boxed{\text{B}}$", True),
+    ("B", r"\boxed{C}", False),
+    ("B", r"\boxed{F = ma}, so the answer is B", True),
+    ("F", r"\boxed{F = ma}", False),
+    ("B", "(A) or (B)", False),
+    ("B", "A, B", False),
+    ("B", "B, A", False),
+    ("B", "AB", False),
+    ("B", "not B", False),
+    ("B", "B, not A", True),
+    ("B", "B, because it is red", True),
+    ("A", "A", True),
+    ("A", "A red car", False),
+    ("B", "(B) A red car", True),
+    ("D", "Answer: **D**", True),
+    ("D", "**Answer:** D", True),
+    ("D", "Answer: A\nFinal answer: D", True),
+    ("1/2", r"\boxed{\frac{1}{2}}", True),
+    ("1234", "1,234", True),
+    ("1234", "1234.0", True),
+    ("1234", "1,23", False),
+    ("28%", "28 percent", True),
+    ("28%", r"28\%", True),
+    ("28%", "28", True),
+    ("28%", "0.28", True),
+    ("28%", "28 cm", False),
+    ("28%", "29", False),
+    ("0.5", ".50", True),
+    ("0.5", "50%", True),
+    ("0.5", "0.50001", False),
+    ("0.333333333", "1/3", True),
+    ("5551234567", "5551234568", False),
+    ("3", "3 apples", True),
+    ("3 apples", "3", True),
+    ("3 apples", "3 pears", False),
+    ("3", "3 million", False),
+    ("3", "3 or 4", False),
+    ("3", "about 3", False),
+    ("3", "three", False),
+    ("10", "1", False),
+    ("1", "10", False),
+    ("-5", "5", False),
+    ("-5", "−5", True),
+    ("5 cm", "5cm", True),
+    ("$5", "5 dollars", True),
+    ("7up", "7", False),
+    ("12:30", "24:60", False),
+    ("1", "3-2", False),
+    ("blue", "not blue", False),
+    ("blue", "Blue.", True),
+    ("blue", "the blue", True),
+    ("blue", '"blue"', True),
+    ("blue", "blue car", False),
+    ("blue", "yes, blue", False),
+    ("blue", r"\text{blue}", True),
+    ("blue", ":", False),
+    ("blue", "", False),
+    ("dark blue", "dark-blue", True),
+    ("no", "on", False),
+    ("C++", "C", False),
+    ("", "", False),
+    (r"2\sqrt{2}", r"The answer is $\sqrt{8}$.", True),
+    (r"2\sqrt{2}", r"\sqrt{9}", False),
+    ("x+1", "1+x", True),
+    ("3", "x=3", True),
+    ("1", r"\frac{1}{2} \text{ or } 1", False),
+    ("(1,2)", "(1, 2)", True),
+]
+
+
+@pytest.mark.parametrize("reference, reply, right", TABLE)
+def test_the_answer_table(reference, reply, right):
+    assert is_correct(reply, question(reference)) is right
+
+
+OPTIONS = ("blue", "red", "3 cm", "3 m")
+
+
+@pytest.mark.parametrize(
+    "reference, reply, right",
+    [
+        ("B", "B", True),
+        ("B", "red", True),
+        ("red", "B", True),
+        ("B", "(B) red", True),
+        ("B", "(A) red", False),  # letter and text disagree
+        ("B", "a red", True),  # an article, not option A
+        ("B", "red or blue", False),
+        ("B", "E", False),  # there is no E
+        ("C", "3 cm", True),
+        ("C", "3", False),  # it fits two options
+    ],
+)
+def test_an_option_may_be_named_by_letter_or_by_its_text(reference, reply, right):
+    assert is_correct(reply, question(reference, OPTIONS)) is right
+
+
+def test_the_option_read_to_the_letter_wins_over_one_of_equal_meaning():
+    assert read_choice("28", ("28%", "28")) == "B"
+    assert read_choice("Final choice: **D**") == "D"
+
+
+def test_a_reference_that_is_no_option_names_the_sample():
+    with pytest.raises(ValueError, match="sample q.*'green'"):
+        is_correct("A", question("green", OPTIONS))
+
+
+def test_no_answer_is_wrong_and_so_is_a_long_one():
+    assert not is_correct(None, question("blue"))
+    assert is_correct("1" * 1000, question("1" * 1000))
+    assert not is_correct("1" * 1001, question("1" * 1001))
+
+
+@given(st.text(max_size=30))
+def test_any_text_can_be_graded(reply):
+    for reference in ("B", "3 cm", "blue"):
+        assert is_correct(reply, question(reference)) in (True, False)
+    assert is_correct(reply, question("B", OPTIONS)) in (True, False)
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_whole_numbers_are_right_exactly_when_equal_however_grouped(a, b):
+    assert is_correct(f"{b:,}", question(str(a))) is (a == b)
+
+
+def test_formulas_are_graded_alike_in_any_thread():
+    got = {}
+
+    def grade(i):
+        got[i] = is_correct(r"\sqrt{8}" if i % 2 else r"\sqrt{9}", question(r"2\sqrt{2}"))
+
+    threads = [threading.Thread(target=grade, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {i: bool(i % 2) for i in range(8)}
+
+
+def test_a_formula_that_never_ends_is_wrong_in_time_and_the_next_one_is_graded():
+    grader = MathGrader(seconds=0.7)
+    assert grader.same("2", r"\frac{4}{2}")  # started: imports are not part of the limit
+    began = time.monotonic()
+    assert not grader.same("2", "9^{9^{9}}")
+    assert time.monotonic() - began < 3
+    assert grader.process.poll() is not None  # nothing is left that burns a core
+    assert grader.same("2", r"\frac{4}{2}")
+    grader.close()
+
+
+# Format
+
+
+def turns(*texts, answer="x"):
+    steps = [Step(text, None, None, 0, 0) for text in texts]
+    return Trajectory(SEARCH, steps=steps, answer=answer, ended="answered")
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("<answer>x</answer>",),
+        ("<think>a</think>\n\n<answer>\nx\n</answer>\n",),
+        ("<think>a</think><code>1</code>", "<think>b</think><answer>x</answer>"),
+        ("<think>a <code>1</code>", "so</think><answer>x</answer>"),  # one thought, two turns
+        ("<code>print('<answer>y</answer> <think>')</code>", "<answer>x</answer>"),
+    ],
+)
+def test_well_formed_turns(texts):
+    assert not format_error(turns(*texts))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        (),
+        ("x",),
+        ("<answer>x",),
+        ("x</answer>",),
+        ("Final choice: **D**",),
+        ("<answer>x</answer> <answer>x</answer>",),
+        ("<answer>y</answer>", "<answer>x</answer>"),
+        ("<answer>x</answer>", "so it is"),
+        ("<think>a<answer>x</answer>",),
+        ("<think><answer>x</answer></think>",),
+        ("a</think><answer>x</answer>",),
+        ("<think>a<think>b</think><answer>x</answer>",),
+        ("<code>1", "</code><answer>x</answer>"),
+        ("<code>1</code>",),
+        ("<answer>x<think></answer></think>",),
+    ],
+)
+def test_ill_formed_turns(texts):
+    assert format_error(turns(*texts))
+
+
+def test_an_answer_may_have_a_thousand_characters():
+    for length, error in ((1000, False), (1001, True)):
+        answer = "y" * length
+        assert format_error(turns(f"<answer>{answer}</answer>", answer=answer)) is error
+
+
+# Judges
+
+
+def test_no_judge_can_see_thoughts_code_or_the_reference_answer():
+    assert [f.name for f in fields(JudgeRequest)] == [
+        "question", "image_size", "targets", "images", "boxes", "sources", "text"
+    ]  # fmt: skip
+    sample = replace(SEARCH, id="SECRET", answer="SECRET", options=("SECRET", "b"), source="SECRET")
+    seen = replace(GOOD, text="a log", notes=["SECRET"])
+    thought = Step("<think>SECRET</think><code>SECRET</code>", "SECRET", seen, 0, 0)
+    requests = []
+
+    def judge(request):
+        requests.append(request)
+        return 1.0
+
+    step_scores(Trajectory(sample, steps=[thought], answer="SECRET", ended="answered"), judge)
+    (request,) = requests
+    assert "SECRET" not in repr(request)
+    assert request.text == "a log" and request.boxes == (CELL_B2,)
+
+
+def test_the_judge_gets_the_pictures_of_its_step_in_order():
+    images = [Image.new("RGB", (40, 40), color) for color in ("red", "green", "blue")]
+    seen = Observation(images=images, boxes=[None, CELL_B2, None], sources=["file", "crop", "show"])
+    request = judge_request(SEARCH, seen)
+    assert all(a is b for a, b in zip(request.images, images, strict=True))
+    assert request.boxes == (None, CELL_B2, None) and request.sources == ("file", "crop", "show")
+
+
+def looked_at(*boxes, targets=((76, 76, 120, 120),)):
+    images = (IMAGE,) * len(boxes)
+    return JudgeRequest("?", (256, 256), targets, images, boxes, ("crop",) * len(boxes), "")
+
+
+@pytest.mark.parametrize(
+    "boxes, expected",
+    [
+        # The target has 44 x 44 = 1936 pixels.
+        (((64, 64, 128, 128),), 1.0),  # all of it in 4096: focus 0.473
+        (((64, 64, 192, 128),), 1.0),  # in 8192: 0.236
+        (((64, 64, 192, 192),), 0.5),  # in 16384: 0.118
+        (((0, 0, 192, 192),), 0.0),  # in 36864: 0.053
+        (((0, 0, 64, 64),), 0.0),  # elsewhere
+        (((80, 76, 120, 120),), 1.0),  # 40 of 44 columns: recall 0.909
+        (((81, 76, 120, 120),), 0.0),  # 39 of 44: 0.886
+        (((90, 90, 94, 94),), 0.0),  # a speck inside the target
+        (((0, 0, 64, 64), (64, 64, 128, 128)), 1.0),  # the best picture counts
+        ((None,), 0.0),  # a drawing shows no region of the image
+        ((), 0.0),
+    ],
+)
+def test_box_judge_by_hand(boxes, expected):
+    assert BoxJudge()(looked_at(*boxes)) == expected
+
+
+def test_one_target_of_several_is_enough():
+    targets = ((0, 0, 20, 20), (76, 76, 120, 120))
+    assert BoxJudge()(looked_at(CELL_B2, targets=targets)) == 1.0
+
+
+def test_nearly_the_whole_image_is_no_crop_even_of_a_large_target():
+    large = ((0, 0, 250, 250),)
+    judge = BoxJudge(focus=(0.1, 0.05))
+    assert judge(looked_at((0, 0, 256, 256), targets=large)) == 0.0
+    assert judge(looked_at((0, 0, 255, 254), targets=large)) == 0.0  # 99 %
+    assert judge(looked_at((0, 0, 242, 242), targets=large)) == 1.0  # 89 %
+
+
+def test_without_labelled_boxes_there_is_no_verdict():
+    assert BoxJudge()(looked_at(CELL_B2, targets=())) is None
+
+
+def test_an_empty_target_is_refused():
+    with pytest.raises(ValueError, match="x0 < x1"):
+        BoxJudge()(looked_at(CELL_B2, targets=((9, 9, 9, 20),)))
+
+
+@given(st.integers(0, 10**6))
+def test_on_the_toy_one_or_two_cells_earn_1_up_to_four_a_half_and_more_nothing(seed):
+    scene = draw_scene(random.Random(seed), shortcut=1.0)
+    square = scene.squares[seed % 5]
+    spans = [(a, b) for a, b in itertools.combinations(range(GRID + 1), 2)]
+    for (c0, c1), (r0, r1) in itertools.product(spans, spans):
+        cells = (c1 - c0) * (r1 - r0)
+        holds = c0 <= square.column < c1 and r0 <= square.row < r1
+        expected = 0.0 if not holds or cells > 4 else 1.0 if cells <= 2 else 0.5
+        request = looked_at((c0 * CELL, r0 * CELL, c1 * CELL, r1 * CELL), targets=(square.box,))
+        assert BoxJudge()(request) == expected
+    assert search_sample(scene, square, "x").boxes == (square.box,)
+
+
+# Steps
+
+
+@pytest.mark.parametrize(
+    "seen, expected",
+    [
+        ((), 0.0),
+        ((GOOD,), 1.0),
+        ((WIDE,), 0.5),
+        ((WRONG,), 0.0),
+        ((FULL,), 0.0),
+        ((TYPO,), -1.0),
+        ((GOOD, WRONG), 0.5),
+        ((TYPO, GOOD), 0.0),
+        ((GOOD, WIDE, WRONG, TYPO), 0.125),  # (1 + 0.5 + 0 - 1) / 4
+        ((GOOD, AGAIN), 0.0),
+    ],
+)
+def test_the_tool_part_is_the_mean_over_steps(seen, expected):
+    assert tools(*seen) == expected
+
+
+@pytest.mark.parametrize("line", ["invalid_coords", "sandbox_error", "io_scratch"])
+def test_a_red_line_costs_1_even_with_the_evidence_in_view(line):
+    assert step_score(SEARCH, crop(SEARCH, CELL_B2, red_lines=[line]), BoxJudge()) == -1.0
+
+
+def test_a_no_op_is_a_red_line_only_once_something_has_been_shown():
+    whole = crop(SEARCH, WHOLE, red_lines=["no_op"])
+    assert reward(hand_made(SEARCH, whole, answer="x")).steps == (0.0,)
+    assert reward(hand_made(SEARCH, whole, whole, answer="x")).steps == (0.0, -1.0)
+    assert reward(hand_made(SEARCH, GOOD, AGAIN, answer="x")).steps == (1.0, -1.0)
+    assert reward(hand_made(SEARCH, EMPTY, whole, answer="x")).steps == (0.0, 0.0)
+    both = crop(SEARCH, WHOLE, red_lines=["no_op", "invalid_coords"])
+    assert reward(hand_made(SEARCH, both, answer="x")).steps == (-1.0,)
+
+
+def test_a_question_without_search_knows_only_red_lines():
+    def never(request):
+        raise AssertionError("the judge was asked")
+
+    group = [hand_made(NEUTRAL, GOOD, TYPO, answer="checker")]
+    (got,) = REWARDS["tapo"](group, never, Weights(), random.Random(0))
+    assert got.steps == (0.0, -1.0) and got.tools == -0.5
+
+
+def test_a_failure_of_ours_drops_out_of_the_mean_and_is_counted():
+    trajectory = hand_made(SEARCH, OURS, GOOD, answer="checker")
+    got = reward(trajectory)
+    assert got.steps == (None, 1.0) and got.tools == 1.0 and got.total == 1.2
+    assert summary([[trajectory]], [[got]])["environment"] == 1
+    assert tools(OURS) == 0.0
+    assert reward(hand_made(SEARCH, OURS, answer="checker"), "tool_bonus").tools == 0.0
+
+
+def test_no_verdict_on_a_step_leaves_the_trajectory_without_a_reward():
+    got = reward(hand_made(SEARCH, GOOD, answer="checker"), judge=lambda request: None)
+    assert got.steps == (None,) and got.tools is None and got.total is None
+    assert got.answer == 1.0
+
+
+def test_a_judge_that_leaves_its_range_is_an_error():
+    for bad in (-1.0, 1.5, 10):
+        with pytest.raises(ValueError, match=r"\[0, 1\]"):
+            reward(hand_made(SEARCH, GOOD, answer="x"), judge=lambda request: bad)
+
+
+seen = st.sampled_from([GOOD, WIDE, WRONG, FULL, TYPO, BLOCKED, EMPTY, PRINTED])
+some_seen = st.lists(seen, max_size=5)
+
+
+@given(some_seen, st.sampled_from([TYPO, BLOCKED]))
+def test_a_failed_or_blocked_step_never_raises_the_tool_part(seen, more):
+    assert tools(*seen, more) <= tools(*seen)
+
+
+@given(some_seen.filter(bool), st.data())
+def test_repeating_a_call_never_raises_the_tool_part(seen, data):
+    """The sandbox marks a picture shown before as a no-op, and an error is an error again."""
+    again = data.draw(st.sampled_from(seen))
+    if again.images:
+        again = replace(again, red_lines=["no_op"])
+    if again.images or again.error:
+        assert tools(*seen, again) <= tools(*seen)
+
+
+@given(some_seen, st.sampled_from([WRONG, FULL, EMPTY, PRINTED]))
+def test_an_irrelevant_empty_or_text_only_step_never_earns(seen, more):
+    """It pulls the mean towards 0: a good record suffers, a bad one is diluted, none turns good."""
+    before, after = tools(*seen), tools(*seen, more)
+    assert after <= max(before, 0.0)
+    if before >= 0:
+        assert after <= before
+
+
+@given(some_seen)
+def test_the_tool_part_is_a_mean_of_values_from_minus_1_to_1(seen):
+    assert -1.0 <= tools(*seen) <= 1.0
+    assert -1.0 <= tools(*seen, sample=NEUTRAL) <= 0.0
+
+
+# Canned hacks
+
+
+def test_comment_only_code_earns_answer_credit_and_no_more():
+    got = reward(hand_made(SEARCH, EMPTY, answer="checker"))
+    assert (got.answer, got.tools, got.total) == (1.0, 0.0, 1.0)
+
+
+def test_a_crop_of_the_whole_image_or_of_99_percent_earns_nothing():
+    almost = crop(SEARCH, (0, 0, 256, 254))
+    for hack in (FULL, almost):
+        got = reward(hand_made(SEARCH, hack, answer="checker"))
+        assert (got.answer, got.tools) == (1.0, 0.0)
+        assert reward(hand_made(SEARCH, hack, answer="checker"), "tool_bonus").total == 1.2
+
+
+def test_an_answer_printed_by_code_earns_nothing_by_being_printed():
+    for answer, total in (("checker", 1.0), ("diagonal", 0.0)):
+        got = reward(hand_made(SEARCH, Observation(text=answer), answer=answer))
+        assert (got.tools, got.total) == (0.0, total)
+
+
+def test_an_answer_drawn_on_the_image_earns_nothing():
+    drawn = Observation(images=[IMAGE], boxes=[None], sources=["show"])
+    assert tools(drawn) == 0.0
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    "name, part, total",
+    [
+        ("tapo", 0.125, 1.025),  # (1 + 0 + 0.5 - 1) / 4, and a fifth of it
+        ("accuracy", 0.0, 1.0),
+        ("tool_bonus", 3.0, 1.6),  # three calls ran
+    ],
+)
+def test_one_trajectory_under_each_reward(name, part, total):
+    got = reward(hand_made(SEARCH, GOOD, PRINTED, WIDE, TYPO, answer="checker"), name)
+    assert got.tools == part and got.total == pytest.approx(total)
+
+
+def test_format_and_answer_by_hand():
+    bad = hand_made(SEARCH, GOOD, answer="diagonal")
+    bad.steps[-1].text = "<answer>diagonal</answer></think>"
+    got = reward(bad)
+    assert (got.answer, got.tools, got.format) == (0.0, 1.0, -1.0)
+    assert got.total == 0.0  # 1 * 0 + 0.2 * 1 + 0.2 * (-1)
+    assert reward(bad, weights=Weights(format=0)).total == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("ended", ["turns", "length", "no_action"])
+def test_whoever_did_not_end_with_an_answer_has_none(ended):
+    trajectory = hand_made(SEARCH, GOOD, answer=None)
+    trajectory.ended, trajectory.answer = ended, "checker"
+    got = reward(trajectory)
+    assert (got.answer, got.tools, got.format) == (0.0, 1.0, -1.0)
+
+
+anything = st.builds(
+    lambda seen, right: hand_made(SEARCH, *seen, answer="checker" if right else "diagonal"),
+    some_seen,
+    st.booleans(),
+)
+
+
+@given(anything, anything, st.floats(0.1, 10), st.floats(-0.49, 0.49))
+def test_right_beats_wrong_while_tools_weigh_less_than_half_an_answer(a, b, answer, share):
+    weights = Weights(answer, answer * share, 0.2)
+    a, b = reward(a, weights=weights), reward(b, weights=weights)
+    if a.answer > b.answer:
+        assert a.total > b.total
+
+
+def test_from_half_an_answer_on_the_order_can_turn_and_we_are_warned():
+    with pytest.warns(UserWarning, match="answer / 2"):
+        weights = Weights(answer=1.0, tools=0.6)
+    right = reward(hand_made(SEARCH, TYPO, answer="checker"), weights=weights)
+    wrong = reward(hand_made(SEARCH, GOOD, answer="diagonal"), weights=weights)
+    assert wrong.total > right.total  # 0.6 > 1 - 0.6
+
+
+@pytest.mark.parametrize("tools", [1.0, -1.0, 2.0, float("nan")])
+def test_tools_that_weigh_as_much_as_the_answer_are_refused(tools):
+    with pytest.raises(ValueError, match="below the answer's"):
+        Weights(answer=1.0, tools=tools)
+
+
+@given(st.lists(anything, min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_the_order_of_a_group_does_not_matter(group, shuffle):
+    order = list(range(len(group)))
+    shuffle.shuffle(order)
+    for name in ("tapo", "accuracy", "tool_bonus"):
+        straight = REWARDS[name](group, BoxJudge(), Weights(), random.Random(0))
+        mixed = REWARDS[name]([group[i] for i in order], BoxJudge(), Weights(), random.Random(0))
+        assert mixed == [straight[i] for i in order]
+
+
+def test_the_naive_bonus_pays_every_call_that_ran():
+    five = [crop(SEARCH, WHOLE, red_lines=["no_op"]) for _ in range(5)]
+    assert reward(hand_made(SEARCH, *five, answer="checker"), "tool_bonus").total == 2.0
+    late = Observation(timed_out=True, red_lines=["sandbox_error"])
+    failed = hand_made(SEARCH, TYPO, BLOCKED, late, answer="checker")
+    assert reward(failed, "tool_bonus").total == 1.0
+
+
+def test_the_null_is_a_coin_that_sees_nothing():
+    good = [hand_made(SEARCH, GOOD, answer="checker")] * 4000
+    bad = [hand_made(SEARCH, TYPO, answer="diagonal")] * 4000
+    a, b = (REWARDS["random"](g, BoxJudge(), Weights(), random.Random(7)) for g in (good, bad))
+    assert [r.total for r in a] == [r.total for r in b]
+    assert {r.total for r in a} == {0.0, 1.0}
+    assert sum(r.total for r in a) / 4000 == pytest.approx(0.75, abs=0.03)
+    assert a[0].answer == 1.0 and b[0].answer == 0.0
+
+
+def test_an_unknown_reward_lists_the_known_ones():
+    with pytest.raises(ValueError, match="tapo, accuracy, tool_bonus, random; got 'tapoo'"):
+        score([], "tapoo", BoxJudge(), Weights(), random.Random(0))
+
+
+def test_the_log_line_by_hand():
+    a = hand_made(SEARCH, GOOD, answer="checker")  # 1.2
+    b = hand_made(SEARCH, answer="diagonal")  # 0
+    c = hand_made(SEARCH, GOOD, TYPO, answer=None)  # -0.2
+    blind = hand_made(replace(SEARCH, boxes=()), GOOD, answer="checker")  # no verdict
+    groups = [[a, b], [c, c], [a, blind]]
+    got = summary(groups, score(groups, "tapo", BoxJudge(), Weights(), random.Random(0)))
+    assert got == pytest.approx(
+        {
+            "reward": (1.2 + 0 - 0.2 - 0.2 + 1.2) / 5,
+            "answer": 3 / 6,
+            "tools": (1 + 0 + 0 + 0 + 1) / 5,
+            "format": -2 / 6,
+            "calls": 7 / 6,
+            "useful_calls": 4 / 6,
+            "constant_groups": 2 / 3,
+            "no_verdict": 1,
+            "environment": 0,
+        }
+    )
+
+
+def test_the_demonstration_shows_every_reward():
+    text = rewards.demo()
+    assert all(name in text for name in REWARDS)
+    assert "right crop" in text and "steps: 1 -1 -1 -1 -1" in text
+
+
+def test_the_grader_of_formulas_is_a_process_of_its_own():
+    assert is_correct("1+x", question("x+1"))
+    assert GRADER.process.pid != os.getpid()
