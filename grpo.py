@@ -16,6 +16,7 @@ Symbols     A advantage   ratio = pi_new / pi_old   eps clip range   beta KL wei
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rollout import Picture, Policy, Trajectory
+
+log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------------
 # Compare: each rollout against the others of its own question
@@ -274,6 +277,8 @@ def learn(
     The step's loss is one weighted sum over all its acted tokens, so rows and micro-batches can
     be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
     hovers around 0, and its gradient is A * grad log pi all the same.
+
+    A step whose loss or gradient is not finite is skipped and reported: train.py counts them.
     """
     lengths = torch.tensor([float(sum(t.acted)) for t in trajectories])
     if objective.mask_truncated:
@@ -298,6 +303,7 @@ def learn(
     optimizer.zero_grad()
     weight, advantage = weight.to(policy.device), advantage.to(policy.device)
     report = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
+    broken: set[str] = set()  # samples in a micro-batch whose loss is not finite
     for batch in micro_batches(rows, objective.row_tokens):
         logp_new, owner = score(policy, batch, objective.temperature)  # [N]
         logp_old, logp_ref = logp_new.detach(), logp_new.detach()
@@ -311,24 +317,29 @@ def learn(
         kl = kl_k3(logp_new, logp_ref)
         loss = -(w * (surrogate - objective.beta * kl)).sum()  # Eq. 4
         loss.backward()
+        if not loss.isfinite():
+            broken |= {trajectories[i].sample.id for i in owner.tolist()}
         with torch.no_grad():
             clipped = surrogate < (logp_new - logp_old).exp() * A
             report["loss"] += loss.item()
             report["kl"] += (w * kl).sum().item()
             report["entropy"] -= (w * logp_new).sum().item()
             report["clip_fraction"] += (w * clipped).sum().item()
-    report["grad_norm"] = step(policy.model, optimizer, objective.max_grad_norm)
-    return report
+    norm = step(policy.model, optimizer, objective.max_grad_norm)
+    if norm is None:
+        log.error("step skipped: loss or gradient not finite, samples %s", sorted(broken) or "all")
+    return report | {"grad_norm": norm, "skipped": int(norm is None)}
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float:
-    """Clip and apply the gradient. A gradient that is not finite never reaches the weights."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
-    if norm == norm and norm != float("inf"):
-        optimizer.step()
-    else:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float | None:
+    """Clip and apply the gradient; its norm. One that is not finite never reaches the weights:
+    nothing is applied and the norm is None."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    if not norm.isfinite():
         optimizer.zero_grad()
-    return norm
+        return None
+    optimizer.step()
+    return norm.item()
 
 
 if __name__ == "__main__":

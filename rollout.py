@@ -19,14 +19,18 @@ Out         groups of Trajectories
 Left out    rewards (rewards.py); a sampler of our own (HF generate does it)
 Read next   rewards.py (what a trajectory earns), grpo.py (how it is learnt from)
 
-Shapes      B rows now in play   L slots so far, cut tails and padding included   P patches
+Shapes      B rows in play   L slots so far, padding and cut tails included   P patches   V words
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -34,22 +38,15 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import (
-    AutoTokenizer,
-    DynamicCache,
-    GenerationConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import Qwen2_5_VLForConditionalGeneration as Model
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from data import Sample
 from sandbox import Limits, Observation, Sandbox
 
-# ---------------------------------------------------------------------------------------------
-# The words of the game: everything that builds text, and the one function that parses it
-# ---------------------------------------------------------------------------------------------
+# --- The words of the game: everything that builds text, and the one function that parses it ---
 
 TAGS = ("think", "code", "answer", "sandbox_output")
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -65,7 +62,7 @@ write more code. When you know the answer, give it once inside <answer> and </an
 # what they were trained on (the file name is neutral: names can carry labels).
 FACTS = """
 
-### User Image Path:** "{path}"
+### User Image Path:** "image.png"
 ### User Image Size:** "{width}x{height}"
 
 ### **Output Format (strict adherence required):**
@@ -83,42 +80,28 @@ def messages(sample: Sample, clean: Callable[[str], str]) -> list[dict]:
     from a data set, so they pass through `clean` (Policy.neutralise) like any foreign text."""
     options = "".join(f"\n{chr(ord('A') + i)}. {o}" for i, o in enumerate(sample.options))
     width, height = sample.image.size
-    facts = FACTS.format(path="image.png", width=width, height=height)
-    return [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {
-            "role": "user",
-            "content": [
-                {"type": "image"},
-                {"type": "text", "text": clean(sample.question + options)},
-                {"type": "text", "text": facts},
-            ],
-        },
-    ]
+    texts = [clean(sample.question + options), FACTS.format(width=width, height=height)]
+    content = [{"type": "image"}, *({"type": "text", "text": text} for text in texts)]
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
 
 
-def observation_text(observation: Observation, clean: Callable[[str], str], limit: int) -> str:
-    """What the next turn reads, before image pads are expanded. Every repair is mentioned: the
-    policy can learn only from what it sees."""
-    words = [observation.text.strip(), *observation.notes]
-    if observation.environment:
-        words.append(observation.environment)
-    if observation.error:
-        words += [observation.error, FIX_IT]
+def observation_text(seen: Observation, clean: Callable[[str], str], limit: int) -> str:
+    """What the next turn reads. Every repair and every error is told: the policy can learn only
+    from what it sees."""
+    failed = [seen.error, FIX_IT] if seen.error else []
+    words = [seen.text.strip(), *seen.notes, seen.environment, *failed]
     text = "\n".join(word for word in words if word)
-    if not text and not observation.images:
+    if not text and not seen.images:
         text = NOTHING_SHOWN
     if len(text) > limit:
         text = text[:limit] + " ..."
-    return clean(text) + IMAGE * len(observation.images)
+    return clean(text) + IMAGE * len(seen.images)
 
 
 def parse(text: str, ended: bool) -> tuple[str | None, str | None]:
-    """(code, answer) of one turn; None where there is none. An answer ends the episode even if
-    there is code too. What stands inside a closed <think> is thought, not action.
-
-    ended   the policy closed the message by itself: a missing </code> is then forgiven. A turn
-            that was cut by the length limit gets no such favour: half a program is not a program.
+    """(code, answer) of one turn; None where there is none. What stands inside a closed <think>
+    is thought, not action. `ended`: the policy closed the message itself; a missing </code> is
+    then forgiven. A turn that the length limit cut gets no such favour.
 
     >>> parse("<think> look </think><code>\\nprint(1)\\n</code>", ended=False)
     ('\\nprint(1)\\n', None)
@@ -132,16 +115,14 @@ def parse(text: str, ended: bool) -> tuple[str | None, str | None]:
     return code, answers[0].strip() if len(answers) == 1 else None
 
 
-# ---------------------------------------------------------------------------------------------
-# Trajectories
-# ---------------------------------------------------------------------------------------------
+# --- Trajectories ------------------------------------------------------------------------------
 
 
 class Picture(NamedTuple):
-    """One image as the model takes it."""
+    """One image as the model takes it; P is the product of its grid."""
 
     pixels: Tensor  # [P, channels * 2 * patch * patch]
-    grid: Tensor  # [3] time, rows and columns of patches; P = their product
+    grid: Tensor  # [3] time, rows and columns of patches
 
 
 class Encoded(NamedTuple):
@@ -206,15 +187,14 @@ class Rules:
     max_new_tokens: int = 1024  # per turn
     max_length: int = 16384  # tokens of a whole trajectory, image pads counted one by one
     max_log_chars: int = 2000  # of one observation's text
-    wave: int = 256  # trajectories in play at once, bounded by KV-cache memory
+    kv_budget_gb: float = 0.0  # memory for the KV cache of one wave of rows; 0: what is free
     sandboxes: int = 8  # programs that run at the same time
+    patience: float = 1.0  # seconds until rows whose code has run go on without the slow ones
     limits: Limits = Limits()
     allow_weak_sandbox: bool = False
 
 
-# ---------------------------------------------------------------------------------------------
-# The policy
-# ---------------------------------------------------------------------------------------------
+# --- The policy --------------------------------------------------------------------------------
 
 
 class Policy:
@@ -222,29 +202,22 @@ class Policy:
 
     def __init__(self, model: nn.Module, tokenizer, image_processor) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
-        vocabulary = tokenizer.get_vocab()
-        missing = [t for t in ("<|im_end|>", "<|image_pad|>") if t not in vocabulary]
-        if missing:
-            raise ValueError(
-                f"this tokenizer has no {' or '.join(missing)}: a Qwen2.5-VL tokenizer is expected"
-            )
-        self.image_id = vocabulary["<|image_pad|>"]
-        self.end_id = vocabulary["<|im_end|>"]
+        vocabulary, V = tokenizer.get_vocab(), model.config.text_config.vocab_size
+        for token in ("<|im_end|>", "<|image_pad|>"):
+            if token not in vocabulary:
+                raise ValueError(f"expected a Qwen2.5-VL tokenizer; this one has no {token}")
+        self.image_id, self.end_id = vocabulary["<|image_pad|>"], vocabulary["<|im_end|>"]
         self.pad_id = tokenizer.pad_token_id
-        # Tokens that would forge a turn or an image. The policy may sample none but the end of
-        # its own message, and text from elsewhere may contain none at all.
-        added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+        # Tokens that would forge a turn or an image, and rows of the embedding that are no token.
+        # The policy may sample none of them but the end of its own message.
         tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
-        sandbox_tags = [t for t in ("<sandbox_output>", "</sandbox_output>") if t in added]
-        control = {id for token, id in added.items() if token not in tags}
-        control |= {added[t] for t in sandbox_tags}
-        control |= set(range(len(tokenizer), model.config.text_config.vocab_size))  # unused rows
-        self.forbidden = sorted(control - {self.end_id})
-        reserved = sorted({*added, *tags}, key=len, reverse=True)
-        self._reserved = re.compile("|".join(map(re.escape, reserved)))
-        self._may_end = torch.zeros(model.config.text_config.vocab_size, dtype=torch.bool)
-        for token, id in vocabulary.items():
-            self._may_end[id] = ">" in token or id == self.end_id
+        added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+        control = {id for token, id in added.items() if token not in tags or "sandbox" in token}
+        self.forbidden = sorted((control | set(range(len(tokenizer), V))) - {self.end_id})
+        # Foreign text may contain neither those nor a tag, however it is tokenised.
+        self._reserved = re.compile("|".join(map(re.escape, sorted({*added, *tags}, key=len)[::-1])))
+        self.may_end = torch.zeros(V, dtype=torch.bool)  # [V] can this token close a turn?
+        self.may_end[[id for token, id in vocabulary.items() if ">" in token]] = True
 
     @property
     def device(self) -> torch.device:
@@ -265,17 +238,14 @@ class Policy:
         return [Picture(p, g) for p, g in zip(pixels, grids)]
 
     def encode(self, text: str, pictures: list[Picture]) -> Encoded:
-        """Tokens of trusted text; the i-th <|image_pad|> becomes one pad per visual token of the
-        i-th picture."""
-        merge = self.image_processor.merge_size**2
-        parts = text.split("<|image_pad|>")
+        """Tokens of trusted text; its i-th <|image_pad|> becomes as many pads as picture i has
+        visual tokens."""
+        parts, merge = text.split("<|image_pad|>"), self.image_processor.merge_size**2
         if len(parts) != len(pictures) + 1:
             raise ValueError(f"{len(parts) - 1} image places in a text with {len(pictures)} images")
         pads = ["<|image_pad|>" * (int(p.grid.prod()) // merge) for p in pictures] + [""]
-        ids = self.tokenizer(
-            "".join(part + pad for part, pad in zip(parts, pads)), add_special_tokens=False
-        )["input_ids"]
-        return Encoded(ids, pictures)
+        text = "".join(part + pad for part, pad in zip(parts, pads))
+        return Encoded(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures)
 
     def encode_prompt(self, sample: Sample) -> Encoded:
         text = self.tokenizer.apply_chat_template(
@@ -284,24 +254,20 @@ class Policy:
         return self.encode(text, self.pictures([sample.image]))
 
     def encode_observation(
-        self, observation: Observation, pictures: list[Picture], closed: bool, limit: int
+        self, seen: Observation, pictures: list[Picture], closed: bool, limit: int
     ) -> Encoded:
         """o_t as a new user turn. closed: the policy ended its message itself, we need not."""
-        shown = observation_text(observation, self.neutralise, limit)
-        text = (
-            ("" if closed else "<|im_end|>")
-            + f"\n<|im_start|>user\n<sandbox_output>{shown}</sandbox_output><|im_end|>"
-            + "\n<|im_start|>assistant\n"
-        )
-        return self.encode(text, pictures)
+        end = "" if closed else "<|im_end|>"
+        shown = observation_text(seen, self.neutralise, limit)
+        text = f"{end}\n<|im_start|>user\n<sandbox_output>{shown}</sandbox_output><|im_end|>\n"
+        return self.encode(text + "<|im_start|>assistant\n", pictures)
 
     def positions(self, ids: Tensor, mask: Tensor, grids: list[Tensor]) -> Tensor:
         """[B, L] ids and mask -> [4, B, L]: a text row and the three of multimodal RoPE.
+        grids: those of every image of every row, in order.
 
-        Always explicit. Left to itself the model takes positions from whatever it saw last: with
-        a kept cache, or with other work in between, they are silently wrong. Slots with mask 0
-        take no position, so padding and cut tails may stand anywhere. `grids`: every image of
-        every row, in order.
+        Always explicit. Left to itself the model takes positions from whatever it saw last, which
+        is silently wrong with a kept cache. Slots with mask 0 take no position, wherever they are.
         """
         ids, mask = ids.cpu(), mask.cpu()  # get_rope_index loops in Python
         rope, _ = self.model.model.get_rope_index(
@@ -317,10 +283,9 @@ class Policy:
         """The keyword arguments of a forward that encodes these pictures; {} for none."""
         if not pictures:
             return {}
-        return {
-            "pixel_values": torch.cat([p.pixels for p in pictures]).to(self.device),
-            "image_grid_thw": torch.stack([p.grid for p in pictures]).to(self.device),
-        }
+        pixels, grids = zip(*pictures)
+        pixels, grids = torch.cat(pixels).to(self.device), torch.stack(grids).to(self.device)
+        return {"pixel_values": pixels, "image_grid_thw": grids}
 
     def save(self, folder: str | Path) -> None:
         """A plain Hugging Face checkpoint: load_policy, transformers and others can read it."""
@@ -329,18 +294,21 @@ class Policy:
         self.image_processor.save_pretrained(folder)
 
 
-def load_policy(name: str | Path, device: str | torch.device = "cpu") -> Policy:
-    """A folder or a hub name -> Policy in fp32. The tiny model and the 7B take the same path."""
-    looks_like_path = Path(name).is_absolute() or str(name).startswith(".") or Path(name).exists()
-    if looks_like_path and not (Path(name) / "config.json").is_file():
+def check_checkpoint(name: str | Path) -> None:
+    """Refuse early what cannot be a checkpoint: neither a folder with one nor a hub name."""
+    folder_like = Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
+    if folder_like and not (Path(name) / "config.json").is_file():
         raise FileNotFoundError(
             f"no checkpoint in {name}: expected a folder with config.json, model.safetensors, "
             f"tokenizer.json and preprocessor_config.json. `train.py` writes such folders."
         )
+
+
+def load_policy(name: str | Path, device: str | torch.device = "cpu") -> Policy:
+    """A folder or a hub name -> Policy in fp32. The tiny model and the 7B take the same path."""
+    check_checkpoint(name)
     try:
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            name, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = Model.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
         tokenizer = AutoTokenizer.from_pretrained(name)
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
     except OSError as error:
@@ -357,18 +325,16 @@ class EndOfTurn(StoppingCriteria):
     decoded only when its newest token has a ">" in it, so this costs next to nothing."""
 
     def __init__(self, policy: Policy, start: int) -> None:
-        self.policy, self.start = policy, start
-        self.may_end = policy._may_end.to(policy.device)
+        self.policy, self.start, self.may_end = policy, start, policy.may_end.to(policy.device)
         self.length: dict[int, int] = {}  # row -> tokens of its turn, the stop included
 
     def __call__(self, ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for row in self.may_end[ids[:, -1]].nonzero()[:, 0].tolist():
-            if row in self.length:
-                continue
-            turn = ids[row, max(self.start, ids.shape[1] - 12) :].tolist()
-            text = "" if turn[-1] == self.policy.end_id else self.policy.tokenizer.decode(turn)
-            if not text or "</code>" in text or "</answer>" in text:
+            newest = ids[row, max(self.start, ids.shape[1] - 12) :].tolist()
+            text = self.policy.tokenizer.decode(newest)
+            over = newest[-1] == self.policy.end_id or "</code>" in text or "</answer>" in text
+            if over and row not in self.length:
                 self.length[row] = ids.shape[1] - self.start
                 done[row] = True
         return done
@@ -382,142 +348,202 @@ def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Te
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-# ---------------------------------------------------------------------------------------------
-# Playing
-# ---------------------------------------------------------------------------------------------
+# --- Playing ---------------------------------------------------------------------------------
 
 
-def play(
-    policy: Policy, samples: list[Sample], rollouts: int = 1, rules: Rules = Rules()
-) -> list[list[Trajectory]]:
-    """Eq. 2: `rollouts` trajectories of every sample, one group per sample, in order.
+@dataclass
+class Table:
+    """Rows in play together, and all that the next turn needs. Of the L slots of ids and mask the
+    cache holds the first C < L; the rest, and the pictures in it, are still to be read."""
 
-    Sampling draws from torch's global generator; seed it to repeat a run.
-    """
-    groups: list[list[Trajectory]] = []
-    per_wave = max(1, rules.wave // rollouts)
-    with ThreadPoolExecutor(rules.sandboxes) as pool:
-        for i in range(0, len(samples), per_wave):
-            groups += _play_wave(policy, samples[i : i + per_wave], rollouts, rules, pool)
-    return groups
+    ids: Tensor  # [B, L]
+    mask: Tensor  # [B, L] 0 where a slot is padding or a cut tail
+    cache: DynamicCache
+    live: list[Trajectory]  # B
+    turn: int = 0
+    unread: list[Picture] = field(default_factory=list)
+
+    def rows(self, keep: list[int]) -> Table:
+        cache = DynamicCache()
+        for i, layer in enumerate(self.cache.layers):
+            cache.update(layer.keys[keep], layer.values[keep], i)
+        return Table(self.ids[keep], self.mask[keep], cache, [self.live[i] for i in keep], self.turn)
+
+    def squeeze(self) -> None:
+        """Drop cached slots that are dead in every row, once a fifth of them is. Attention does
+        not care where a masked slot stands, so each row's dead slots move to the front first."""
+        C = self.cache.get_seq_length()
+        alive = int(self.mask[:, :C].sum(1).max())
+        if alive > 0.8 * C:
+            return
+        order = self.mask[:, :C].argsort(dim=1, stable=True)[:, C - alive :]  # [B, alive]
+        self.ids = torch.cat([self.ids.gather(1, order), self.ids[:, C:]], 1)
+        self.mask = torch.cat([self.mask.gather(1, order), self.mask[:, C:]], 1)
+        for layer in self.cache.layers:  # [B, heads, C, width]
+            index = order[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
+            layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+
+    def observe(self, pieces: list[Encoded], pad: int) -> None:
+        """Append what each row was shown, padded on the left."""
+        ids, mask = left_pad([piece.ids for piece in pieces], pad, self.ids.device)
+        self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
+        self.unread = [picture for piece in pieces for picture in piece.pictures]
 
 
 @torch.no_grad()
-def _play_wave(
-    policy: Policy, samples: list[Sample], rollouts: int, rules: Rules, pool: ThreadPoolExecutor
-) -> list[list[Trajectory]]:
-    model = policy.model.eval()
+def play(
+    policy: Policy, samples: list[Sample], rollouts: int = 1, rules: Rules = Rules(),
+    tally: Counter | None = None,
+) -> list[list[Trajectory]]:  # fmt: skip
+    """Eq. 2: `rollouts` trajectories of every sample, one group per sample, in order.
 
-    # Prefill: every prompt and every image once. The last token stays out, since generate needs
-    # one to start from.
+    Sampling draws from torch's global generator; seed it to repeat a run. `tally` collects what
+    it cost: tokens prefilled and generated, images encoded, seconds of each.
+    """
+    tally = Counter() if tally is None else tally
+    groups: list[list[Trajectory]] = []
+    per_wave = max(1, rows_that_fit(policy, rules) // rollouts)
+    confine = (rules.limits, rules.allow_weak_sandbox)
+    with ThreadPoolExecutor(rules.sandboxes) as pool:
+        for i in range(0, len(samples), per_wave):
+            table, wave = _deal(policy, samples[i : i + per_wave], rollouts, rules, tally)
+            sandboxes = {id(t): Sandbox(t.sample.image, *confine) for t in table.live}
+            try:
+                _play_wave(policy, table, sandboxes, rules, pool, tally)
+            finally:
+                if sandboxes:  # an error is on its way out: let no program outlive it
+                    pool.shutdown(cancel_futures=True)
+                for sandbox in sandboxes.values():
+                    sandbox.close()
+            groups += wave
+    return groups
+
+
+def _play_wave(
+    policy: Policy, table: Table, sandboxes: dict[int, Sandbox], rules: Rules,
+    pool: ThreadPoolExecutor, tally: Counter,
+) -> None:  # fmt: skip
+    def run(t: Trajectory, code: str) -> tuple[Observation, list[Picture]]:
+        seen = sandboxes[id(t)].run(code)
+        return seen, policy.pictures(seen.images)
+
+    def leave(trajectories: list[Trajectory]) -> None:
+        for t in trajectories:
+            if t.ended:
+                pool.submit(sandboxes.pop(id(t)).close)
+
+    tables: list[tuple[Table, list[Future]]] = [(table, [])]
+    while tables:
+        table, programs = tables.pop(0)
+        if programs:
+            # Observe. Finished rows leave; the others get what their code showed.
+            with stopwatch(tally, "sandbox"):
+                shown = [program.result() for program in programs]
+            last = table.turn == rules.turns
+            pieces = [listen(policy, t, *s, rules, last) for t, s in zip(table.live, shown)]
+            stay = [row for row, piece in enumerate(pieces) if piece is not None]
+            leave(table.live)
+            if not stay:
+                continue
+            table = table.rows(stay)
+            table.squeeze()
+            table.observe([pieces[row] for row in stay], policy.pad_id)
+
+        # Act. One turn of every row; code starts to run at once, a thread per program.
+        with stopwatch(tally, "decode"):
+            replies = _generate(policy, table, rules, tally)
+        codes = [speak(policy, t, reply) for t, reply in zip(table.live, replies)]
+        leave(table.live)
+        acting = {row: pool.submit(run, table.live[row], code)
+                  for row, code in enumerate(codes) if code is not None}  # fmt: skip
+
+        # A slow program delays its own row only: the quick ones go on as a table of their own.
+        with stopwatch(tally, "sandbox"):
+            wait(acting.values(), timeout=rules.patience)
+        quick = [row for row, program in acting.items() if program.done()]
+        slow = [row for row in acting if row not in quick]
+        tables += [(table.rows(part), [acting[row] for row in part]) for part in (quick, slow) if part]
+
+
+def _deal(
+    policy: Policy, samples: list[Sample], rollouts: int, rules: Rules, tally: Counter
+) -> tuple[Table, list[list[Trajectory]]]:
+    """The table before the first turn: every prompt and every image is encoded once, then the
+    cache is copied K times. The prompt's last token stays unread: generate starts from it."""
     prompts = [policy.encode_prompt(sample) for sample in samples]
     for sample, prompt in zip(samples, prompts):
         check_fits(policy, sample, prompt, rules)
     ids, mask = left_pad([p.ids for p in prompts], policy.pad_id, policy.device)
     pictures = [picture for p in prompts for picture in p.pictures]
-    positions = policy.positions(ids, mask, [p.grid for p in pictures])
-    cache = DynamicCache(config=model.config)
-    model(
-        input_ids=ids[:, :-1],
-        attention_mask=mask[:, :-1],
-        position_ids=positions[..., :-1],
-        cache=cache,
-        use_cache=True,
-        logits_to_keep=1,
-        **policy.model_images(pictures),
-    )
-
-    # K futures: the cache is copied, the work is not done again.
+    cache = DynamicCache(config=policy.model.config)
+    with stopwatch(tally, "prefill"):
+        policy.model.eval()(
+            input_ids=ids[:, :-1], attention_mask=mask[:, :-1], cache=cache, use_cache=True,
+            position_ids=policy.positions(ids, mask, [p.grid for p in pictures])[..., :-1],
+            logits_to_keep=1, **policy.model_images(pictures),
+        )  # fmt: skip
+    tally["prefilled_tokens"] += sum(len(p.ids) for p in prompts)
+    tally["images"] += len(pictures)
     cache.batch_repeat_interleave(rollouts)
-    ids, mask = ids.repeat_interleave(rollouts, 0), mask.repeat_interleave(rollouts, 0)
     groups = [[begin(s, p) for _ in range(rollouts)] for s, p in zip(samples, prompts)]
     live = [trajectory for group in groups for trajectory in group]
-    fresh: dict[str, Tensor] = {}  # pixels of the images that the cache does not hold yet
-
-    sandboxes = {
-        id(t): Sandbox(t.sample.image, rules.limits, rules.allow_weak_sandbox) for t in live
-    }
-    try:
-        for turn in range(1, rules.turns + 1):
-            # Act. Rows that stop early carry pads; mask 0 hides them from all that follows.
-            replies, ids, alive = _generate(policy, ids, mask, cache, live, fresh, rules)
-            mask = torch.cat([mask, alive], dim=1)
-            codes = [speak(policy, t, reply) for t, reply in zip(live, replies)]
-
-            # Run. One thread per program; image preparation overlaps with the programs.
-            def run(t: Trajectory, code: str | None):
-                if code is None:
-                    return None
-                observation = sandboxes[id(t)].run(code)
-                return observation, policy.pictures(observation.images)
-
-            shown = list(pool.map(run, live, codes))
-            last = turn == rules.turns
-            pieces = [s and listen(policy, t, *s, rules, last) for t, s in zip(live, shown)]
-            for t in live:
-                if t.ended:
-                    pool.submit(sandboxes.pop(id(t)).close)
-
-            # Observe. Finished rows leave; the others get what they saw, padded on the left.
-            stay = [row for row, t in enumerate(live) if not t.ended]
-            if not stay:
-                break
-            live, pieces = [live[row] for row in stay], [pieces[row] for row in stay]
-            rows = torch.tensor(stay, device=policy.device)
-            cache.batch_select_indices(rows)
-            new_ids, new_mask = left_pad([p.ids for p in pieces], policy.pad_id, policy.device)
-            ids, mask = torch.cat([ids[rows], new_ids], 1), torch.cat([mask[rows], new_mask], 1)
-            fresh = policy.model_images([picture for p in pieces for picture in p.pictures])
-    finally:
-        for sandbox in sandboxes.values():  # only after an error are any left
-            sandbox.close()
-    return groups
+    ids, mask = (x.repeat_interleave(rollouts, 0) for x in (ids, mask))
+    return Table(ids, mask, cache, live), groups
 
 
-def _generate(
-    policy: Policy,
-    ids: Tensor,
-    mask: Tensor,
-    cache: DynamicCache,
-    live: list[Trajectory],
-    fresh: dict[str, Tensor],
-    rules: Rules,
-) -> tuple[list[list[int]], Tensor, Tensor]:
-    """One turn of every live row -> (its new ids, all ids [B, L'], 1 where a new slot is real)."""
-    start = ids.shape[1]
+def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> list[list[int]]:
+    """One turn of every row: its new ids. They are appended to the table; rows that stopped early
+    carry pads behind, and mask 0 hides those from all that follows."""
+    start = table.ids.shape[1]
     end = EndOfTurn(policy, start)
-    sample = rules.temperature > 0
     # generate() fills what a GenerationConfig leaves unset from the model's own, and released
     # checkpoints carry near-greedy values and a repetition penalty there. So: none of its own.
     policy.model.generation_config = GenerationConfig()
+    how = dict(temperature=rules.temperature, top_k=0, top_p=1.0) if rules.temperature else {}
     config = GenerationConfig(
-        do_sample=sample,
-        temperature=rules.temperature if sample else 1.0,
-        top_k=0 if sample else 50,
-        top_p=1.0,
-        repetition_penalty=1.0,
-        max_new_tokens=rules.max_new_tokens,
-        suppress_tokens=policy.forbidden,
-        pad_token_id=policy.pad_id,
-        eos_token_id=policy.end_id,
-        use_cache=True,
-        return_dict_in_generate=True,
-    )
+        do_sample=rules.temperature > 0, **how, repetition_penalty=1.0, suppress_tokens=policy.forbidden,
+        max_new_tokens=rules.max_new_tokens, pad_token_id=policy.pad_id, eos_token_id=policy.end_id,
+        use_cache=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    grids = [picture.grid for t in table.live for picture in t.images]
     output = policy.model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=policy.positions(ids, mask, [p.grid for t in live for p in t.images]),
-        cache=cache,
-        generation_config=config,
-        stopping_criteria=StoppingCriteriaList([end]),
-        synced_gpus=False,
-        **fresh,
-    )
+        input_ids=table.ids, attention_mask=table.mask, cache=table.cache,
+        position_ids=policy.positions(table.ids, table.mask, grids),
+        generation_config=config, stopping_criteria=StoppingCriteriaList([end]),
+        synced_gpus=False, **policy.model_images(table.unread),
+    )  # fmt: skip
     new = output.sequences[:, start:]
     lengths = [end.length.get(row, new.shape[1]) for row in range(len(new))]
     slots = torch.arange(new.shape[1], device=new.device)
-    alive = (slots < torch.tensor(lengths, device=new.device)[:, None]).long()
-    return [row[:n] for row, n in zip(new.tolist(), lengths)], output.sequences, alive
+    alive = slots < torch.tensor(lengths, device=new.device)[:, None]
+    tally["prefilled_tokens"] += sum(len(t.ids) - t.steps[-1].end for t in table.live if t.steps)
+    tally["generated_tokens"] += sum(lengths)
+    tally["images"] += len(table.unread)
+    table.ids, table.mask = output.sequences, torch.cat([table.mask, alive.long()], 1)
+    table.turn, table.unread = table.turn + 1, []
+    return [row[:n] for row, n in zip(new.tolist(), lengths)]
+
+
+@contextmanager
+def stopwatch(tally: Counter, name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    tally[f"{name}_seconds"] += time.perf_counter() - began
+
+
+def rows_that_fit(policy: Policy, rules: Rules) -> int:
+    """How many rows of max_length slots the KV cache has room for: keys and values of every layer
+    (57 kB a slot for the 7B in bf16). Without a budget: 80 % of the memory that is free now."""
+    c = policy.model.config.text_config
+    width = c.hidden_size // c.num_attention_heads * c.num_key_value_heads
+    slot = 2 * c.num_hidden_layers * width * policy.model.dtype.itemsize
+    if rules.kv_budget_gb:
+        budget = rules.kv_budget_gb * 1e9
+    elif policy.device.type == "cuda":
+        budget = 0.8 * torch.cuda.mem_get_info(policy.device)[0]
+    else:
+        budget = 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, int(budget // (slot * rules.max_length)))
 
 
 def begin(sample: Sample, prompt: Encoded) -> Trajectory:
@@ -543,21 +569,17 @@ def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | Non
 
 
 def listen(
-    policy: Policy,
-    trajectory: Trajectory,
-    observation: Observation,
-    pictures: list[Picture],
-    rules: Rules,
-    last: bool,
-) -> Encoded | None:
+    policy: Policy, trajectory: Trajectory, seen: Observation, pictures: list[Picture],
+    rules: Rules, last: bool,
+) -> Encoded | None:  # fmt: skip
     """The world replied. Returns the piece that was appended, or None if the episode is over: it
     was the last turn, or the piece would not fit (it is then absent as a whole, never cut)."""
-    trajectory.steps[-1].observation = observation
+    trajectory.steps[-1].observation = seen
     if last:
         trajectory.ended = "turns"
         return None
     closed = trajectory.ids[-1] == policy.end_id
-    piece = policy.encode_observation(observation, pictures, closed, rules.max_log_chars)
+    piece = policy.encode_observation(seen, pictures, closed, rules.max_log_chars)
     if len(trajectory.ids) + len(piece.ids) + rules.max_new_tokens > rules.max_length:
         trajectory.ended = "length"
         return None
@@ -566,17 +588,15 @@ def listen(
 
 
 def check_fits(policy: Policy, sample: Sample, prompt: Encoded, rules: Rules) -> None:
-    """The prompt must leave room for a turn, and pads must match pixels; else say so by name."""
-    merge = policy.image_processor.merge_size**2
-    pads = prompt.ids.count(policy.image_id)
+    """A prompt must leave room for a turn, and pads must match pixels; else say so by name."""
+    pads, merge = prompt.ids.count(policy.image_id), policy.image_processor.merge_size**2
     visual = sum(int(p.grid.prod()) // merge for p in prompt.pictures)
     if pads != visual:
         raise ValueError(f"sample {sample.id}: {pads} image pads for {visual} visual tokens")
     room = rules.max_length - rules.max_new_tokens
     if len(prompt.ids) > room:
         raise ValueError(
-            f"sample {sample.id}: its prompt has {len(prompt.ids)} tokens ({visual} of them for "
-            f"the image), but max_length {rules.max_length} - max_new_tokens "
-            f"{rules.max_new_tokens} leaves {room}. Raise --max-length, lower the pixel budget, "
-            f"or drop the question."
+            f"sample {sample.id}: its prompt has {len(prompt.ids)} tokens ({visual} of them for the"
+            f" image), but --max-length {rules.max_length} leaves {room} beside a turn of "
+            f"{rules.max_new_tokens}. Raise it, lower the pixel budget, or drop the question."
         )

@@ -92,7 +92,7 @@ def imitate(
     rate: Callable[[int], float],
     row_tokens: int,
     start: int = 0,
-    after: Callable[[int, float, float], bool] = lambda *_: False,
+    after: Callable[[int, float, float | None], bool | None] = lambda *_: False,
     title: str = "sft",
 ) -> int:
     """`steps` steps of -mean log pi. batch_of(i) is the i-th batch, rate(i) its learning rate.

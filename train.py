@@ -24,6 +24,7 @@ import os
 import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -39,7 +40,7 @@ from evaluate import curves, evaluate, load_toy, report, table
 from faithfulness import rates
 from grpo import ADVANTAGES, LOSS_AVERAGES, Objective, learn
 from rewards import REWARDS, BoxJudge, Weights, score, summary
-from rollout import Policy, Rules, load_policy, play
+from rollout import Policy, Rules, check_checkpoint, load_policy, play
 from sandbox import Limits
 from sft import imitate, mean_logp, pretrain_tiny, replay_all, rows_of, shuffled
 
@@ -93,7 +94,10 @@ class Config:
     max_grad_norm: float = knob(1.0, "verl", "gradient clipping")
     row_tokens: int = knob(8192, "ours", "slots of one row and of one micro-batch: memory")
 
-    wave: int = knob(256, "ours", "rollouts in play at once: KV-cache memory")
+    kv_budget_gb: float = knob(0.0, "ours", "memory for the KV cache of one wave of rollouts; "
+                               "0: 80 % of what is free")
+    patience: float = knob(1.0, "ours", "seconds until rollouts whose code has run go on without "
+                           "the slow ones; a run repeats exactly only if none is ever left behind")
     sandboxes: int = knob(8, "ours", "programs that run at the same time")
     sandbox_seconds: float = knob(10.0, "thyme", "wall-clock limit of one program")
     allow_weak_sandbox: bool = knob(False, "ours", "run model-written code although this system "
@@ -108,6 +112,7 @@ PRESETS = {
     "toy": dict(
         threads=1, sft_batch=32, sft_lr=4e-3, rl_steps=60, questions=12, turns=3,
         max_new_tokens=32, max_length=1024, max_log_chars=96, rl_lr=1.5e-4,
+        kv_budget_gb=1.0, patience=60.0,
     ),
     "tiny-base": dict(threads=1, seed=2, out="tiny"),
 }  # fmt: skip
@@ -124,7 +129,10 @@ def parse_config(argv: list[str] | None = None) -> Config:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--resume", metavar="DIR", help="continue the run in DIR, with its own config")
+    parser.add_argument(
+        "--resume", metavar="DIR", default=argparse.SUPPRESS,
+        help="continue the run in DIR, with its own config",
+    )  # fmt: skip
     for f in fields(Config):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
         if f.metadata["choices"]:
@@ -133,10 +141,12 @@ def parse_config(argv: list[str] | None = None) -> Config:
         parser.add_argument(flag, default=f.default, help=f.metadata["help"], **kind)
     parser.set_defaults(**PRESETS.get(preset, {}))
     values = vars(parser.parse_args(argv))
-    resume = values.pop("resume")
+    resume = values.pop("resume", None)
     try:
         config = read_config(Path(resume)) if resume else Config(**values)
         check(config)
+        if config.preset != "tiny-base":
+            check_checkpoint(config.model)
         if not resume and (Path(config.out) / "state.json").exists():
             raise ValueError(
                 f"{config.out} holds a run already: continue it with --resume {config.out}, or "
@@ -157,7 +167,7 @@ def read_config(folder: Path) -> Config:
 def check(config: Config) -> None:
     """What can be refused before a model loads is refused here."""
     least = dict(sft_steps=0, rl_steps=0, questions=1, turns=1, max_new_tokens=1, sft_batch=1,
-                 sft_demos=1, save_every=1, wave=1, sandboxes=1, row_tokens=1, eval_questions=4,
+                 sft_demos=1, save_every=1, sandboxes=1, row_tokens=1, eval_questions=4,
                  threads=0, beta=0, eps=0, sandbox_seconds=0.1)  # fmt: skip
     for name, low in least.items():
         if getattr(config, name) < low:
@@ -194,7 +204,8 @@ def rules(config: Config) -> Rules:
         max_new_tokens=config.max_new_tokens,
         max_length=config.max_length,
         max_log_chars=config.max_log_chars,
-        wave=config.wave,
+        kv_budget_gb=config.kv_budget_gb,
+        patience=config.patience,
         sandboxes=config.sandboxes,
         limits=Limits(seconds=config.sandbox_seconds),
         allow_weak_sandbox=config.allow_weak_sandbox,
@@ -354,7 +365,7 @@ def stage_2(run: Run, config: Config, device: torch.device) -> None:
     sft = run.folder / "sft"
     policy, optimizer = run.open(config, sft, config.rl_lr, (0.9, 0.95), device)
     reference = load_policy(sft, device) if config.beta > 0 else None
-    judge, K = BoxJudge(), config.rollouts
+    judge, K, skipped = BoxJudge(), config.rollouts, 0
 
     for step in range(run.state["step"], config.rl_steps):
         began, seed = time.perf_counter(), f"{config.seed}-{step}"
@@ -362,8 +373,9 @@ def stage_2(run: Run, config: Config, device: torch.device) -> None:
         questions = toy_questions(config.questions, seed, config.shortcut)
 
         # 1. Act. K rollouts of every question, tool calls and all.        Eq. 2, rollout.py
+        tally = Counter()
         with run.clock("act"):
-            groups = play(policy, questions, K, rules(config))
+            groups = play(policy, questions, K, rules(config), tally)
 
         # 2. Judge. Was it right, and did the tools show the evidence?     Eqs. 5, 6, rewards.py
         with run.clock("judge"):
@@ -389,6 +401,10 @@ def stage_2(run: Run, config: Config, device: torch.device) -> None:
         line |= {name: seen[name] for name in ("accuracy", "tool_use", "faithful", "crop_area", "error_rate")}
         line["tokens"] = sum(sum(t.acted) for t in played) / len(played)
         run.log(line)
+        skipped = skipped + 1 if learnt["skipped"] else 0
+        if skipped == 3:
+            raise SystemExit("stopped: 3 steps in a row had no finite loss or gradient. Lower the "
+                             f"learning rate, then --resume {config.out}")  # fmt: skip
         print(one_line(line, time.perf_counter() - began))
         if (step + 1) % config.save_every == 0:
             run.save(policy, optimizer, step + 1)

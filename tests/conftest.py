@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import rollout  # noqa: E402
 from data import Sample, toy_questions  # noqa: E402
 from rollout import Policy, Rules, Trajectory  # noqa: E402
 from sandbox import Limits  # noqa: E402
@@ -51,40 +52,44 @@ class _Force(LogitsProcessor):
 
 
 @contextmanager
-def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[list[torch.Tensor]]:
-    """Inside, rollout i of `play` says scripts[i], turn by turn, through the real generate.
+def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """Inside, the i-th rollout that `play` begins says scripts[i], turn by turn, through the real
+    generate. Yields {id(trajectory): [raw logits [tokens, V] of each of its turns]}."""
+    original, heard, roles = rollout._generate, {}, {}
 
-    Yields a list that receives, per turn, the raw logits [rows, tokens, V] of what was said."""
-    generate, logits, turn = policy.model.generate, [], 0
-    live = list(range(len(scripts)))
-
-    def forced(**inputs):
-        nonlocal live, turn
-        said = [scripts[i][turn] for i in live]
+    def forced(policy, table, rules, tally):
+        for t in table.live:
+            roles.setdefault(id(t), scripts[len(roles) % len(scripts)])
+            heard.setdefault(id(t), [])
+        said = [roles[id(t)][len(t.steps)] for t in table.live]
         rows = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
-        start = inputs["input_ids"].shape[1]
-        inputs["generation_config"].output_logits = True
-        output = generate(**inputs, logits_processor=LogitsProcessorList([_Force(start, rows)]))
-        logits.append(torch.stack(output.logits, 1))
-        live = [i for i, text in zip(live, said) if "</answer>" not in text and "<code>" in text]
-        turn += 1
-        return output
+        generate, start = policy.model.generate, table.ids.shape[1]
 
-    policy.model.generate = forced
-    try:
-        yield logits
-    finally:
-        del policy.model.generate
+        def with_logits(**inputs):
+            inputs["generation_config"].output_logits = True
+            force = LogitsProcessorList([_Force(start, rows)])
+            output = generate(**inputs, logits_processor=force)
+            for t, row, logits in zip(table.live, rows, torch.stack(output.logits, 1)):
+                heard[id(t)].append(logits[: len(row)])
+            return output
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policy.model, "generate", with_logits)
+            return original(policy, table, rules, tally)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout, "_generate", forced)
+        yield heard
 
 
 def fresh_logits(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
-    """Raw logits [L, V] of a whole trajectory: one row, no padding, no cache."""
+    """Raw logits [L, V] of a whole trajectory: one row, no padding, no cache, and positions that
+    the model works out by itself."""
     ids = torch.tensor([trajectory.ids])
-    positions = policy.positions(ids, torch.ones_like(ids), [p.grid for p in trajectory.images])
     with torch.no_grad():
         return policy.model(
             input_ids=ids,
-            position_ids=positions[1:],
+            mm_token_type_ids=(ids == policy.image_id).int(),
             use_cache=False,
             **policy.model_images(trajectory.images),
         ).logits[0]

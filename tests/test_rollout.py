@@ -1,7 +1,9 @@
 """python -m pytest tests/test_rollout.py      about 20 s: the game, its one mask, its exactness"""
 
+import copy
 import random
 import string
+from collections import Counter
 
 import pytest
 import torch
@@ -13,16 +15,16 @@ from transformers import GenerationConfig
 
 import rollout
 from data import Sample, toy_questions
-from rollout import Encoded, Rules, Trajectory, load_policy, parse, play
+from rollout import Encoded, Policy, Rules, Trajectory, load_policy, parse, play
 from sandbox import Observation
 
 
 @pytest.fixture(scope="module")
 def played(policy, samples):
     """Two groups of three rollouts, and the logits of what they said."""
-    with scripted(policy, SCRIPTS) as logits:
+    with scripted(policy, SCRIPTS) as heard:
         groups = play(policy, samples[:2], 3, RULES)
-    return [t for group in groups for t in group], logits
+    return [t for group in groups for t in group], heard
 
 
 # --- who chose this token? -------------------------------------------------------------------
@@ -61,44 +63,98 @@ def test_the_prefix_of_a_turn_is_the_ids_of_the_turn_before(policy, samples):
 # --- exactness -------------------------------------------------------------------------------
 
 
+def worst_difference(policy, trajectory, heard):
+    """max |log-prob of generation - log-prob of a fresh forward| over all turns and tokens."""
+    fresh, worst = fresh_logits(policy, trajectory).log_softmax(-1), 0.0
+    for step, said in zip(trajectory.steps, heard[id(trajectory)], strict=True):
+        assert len(said) == step.end - step.start
+        difference = said.log_softmax(-1) - fresh[step.start - 1 : step.end - 1]
+        worst = max(worst, difference.abs().max().item())
+    return worst
+
+
 def test_log_probs_of_a_rollout_equal_a_fresh_forward(policy, played):
     """Shared prefill, kept cache, cut tails, new images, rows that left: none may be felt."""
-    trajectories, logits = played
-    checked = 0
-    for turn, raw in enumerate(logits):
-        live = [t for t in trajectories if len(t.steps) > turn]
-        assert len(live) == len(raw)
-        for row, trajectory in zip(raw, live):
-            step = trajectory.steps[turn]
-            fresh = fresh_logits(policy, trajectory)[step.start - 1 : step.end - 1]
-            difference = row[: len(fresh)].log_softmax(-1) - fresh.log_softmax(-1)
-            assert difference.abs().max() <= 1e-5
-            checked += len(fresh)
-    assert checked > 200
+    trajectories, heard = played
+    assert sum(len(t.steps) for t in trajectories) == 14
+    assert max(worst_difference(policy, t, heard) for t in trajectories) <= 1e-5
 
 
 def test_alone_or_in_company_is_the_same(policy, samples, played):
-    with scripted(policy, SCRIPTS[2:3]) as alone:
-        ((trajectory,),) = play(policy, samples[:1], 1, RULES)
-    company = played[0][2]
-    assert trajectory.ids == company.ids
-    assert torch.allclose(fresh_logits(policy, trajectory), fresh_logits(policy, company))
-    assert (alone[0][0] - played[1][0][2, : alone[0].shape[1]]).abs().max() <= 1e-4
+    trajectories, heard = played
+    for i in (0, 2, 3):
+        with scripted(policy, SCRIPTS[i : i + 1]) as alone:
+            ((trajectory,),) = play(policy, [samples[i // 3]], 1, RULES)
+        assert trajectory.ids == trajectories[i].ids
+        for a, b in zip(alone[id(trajectory)], heard[id(trajectories[i])], strict=True):
+            assert (a.log_softmax(-1) - b.log_softmax(-1)).abs().max() <= 1e-5
 
 
-def test_a_wave_holds_whole_groups_and_bounds_the_rows(policy, samples, monkeypatch):
+def test_a_wave_holds_whole_groups_within_its_memory(policy, samples, monkeypatch):
     sizes = []
     generate = rollout._generate
 
-    def counting(policy, ids, *rest):
-        sizes.append(len(ids))
-        return generate(policy, ids, *rest)
+    def counting(policy, table, *rest):
+        sizes.append(len(table.ids))
+        return generate(policy, table, *rest)
 
     monkeypatch.setattr(rollout, "_generate", counting)
-    rules = Rules(turns=1, max_new_tokens=2, max_length=512, wave=5)
+    # 2 (keys, values) * 2 layers * 1 head * 32 wide * 4 bytes a slot, 512 slots a row, 5 rows
+    budget = 5.5 * 2 * 2 * 32 * 4 * 512 / 1e9
+    rules = Rules(turns=1, max_new_tokens=2, max_length=512, kv_budget_gb=budget)
+    assert rollout.rows_that_fit(policy, rules) == 5
     groups = play(policy, samples[:3], 2, rules)
     assert sizes == [4, 2]
     assert [[t.sample.id for t in group] for group in groups] == [[s.id] * 2 for s in samples[:3]]
+
+
+def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
+    """The row that sleeps is overtaken, goes on at a table of its own, and loses nothing."""
+    slow = "<code>\nimport time\ntime.sleep(0.7)\nimage.crop((0,0,64,64)).show()\n</code>"
+    rules = Rules(**{**vars(RULES), "patience": 0.3, "max_new_tokens": 96})
+    turns, speak = [], rollout.speak
+
+    def noting(policy, t, reply):
+        code = speak(policy, t, reply)
+        turns.append("slow" if t.steps[0].code.startswith("\nimport time") else "quick")
+        return code
+
+    monkeypatch.setattr(rollout, "speak", noting)
+    with scripted(policy, [[slow, SHORT], [LOOK, LOOK, SHORT]]) as heard:
+        (group,) = play(policy, samples[:1], 2, rules)
+    assert turns.index("quick", 2) < turns.index("slow", 2)  # the quick row spoke again first
+    assert [t.answer for t in group] == ["red", "red"] and [len(t.images) for t in group] == [2, 3]
+    assert max(worst_difference(policy, t, heard) for t in group) <= 1e-5
+
+
+def test_dead_slots_are_squeezed_out_without_being_felt(policy, samples, monkeypatch):
+    """One row writes 60 tokens and leaves, its neighbours write few: most slots are dead, and go."""
+    long = "<think>" + " closer" * 60 + "</think>" + SHORT
+    rules = Rules(**{**vars(RULES), "max_new_tokens": 96})
+    sizes, squeeze = [], rollout.Table.squeeze
+
+    def noting(table):
+        before = table.ids.shape[1]
+        squeeze(table)
+        sizes.append(before - table.ids.shape[1])
+
+    monkeypatch.setattr(rollout.Table, "squeeze", noting)
+    with scripted(policy, [[long], [LOOK, PRINT, SHORT], [PRINT, TWO, LOOK, SHORT]]) as heard:
+        (group,) = play(policy, samples[:1], 3, rules)
+    assert max(sizes) > 30
+    assert max(worst_difference(policy, t, heard) for t in group) <= 1e-5
+
+
+def test_the_tally_counts_what_was_computed(policy, samples):
+    tally = Counter()
+    with scripted(policy, SCRIPTS):
+        groups = play(policy, samples[:2], 3, RULES, tally)
+    flat = [t for group in groups for t in group]
+    assert tally["generated_tokens"] == sum(sum(t.acted) for t in flat)
+    observed = sum(len(t.ids) - t.prompt - sum(t.acted) for t in flat)
+    assert tally["prefilled_tokens"] == sum(group[0].prompt for group in groups) + observed
+    assert tally["images"] == 2 + sum(len(t.images) - 1 for t in flat)
+    assert all(tally[f"{stage}_seconds"] > 0 for stage in ("prefill", "decode", "sandbox"))
 
 
 def test_every_image_is_encoded_once(policy, samples):
@@ -132,7 +188,7 @@ def test_pads_match_pixels_and_order_matters(policy, played):
 def test_a_poisoned_checkpoint_config_does_not_reach_the_sampler(policy, samples):
     """Released checkpoints are near-greedy with a repetition penalty."""
     policy.model.generation_config = GenerationConfig(
-        do_sample=True, repetition_penalty=1.05, top_k=1, top_p=0.5, temperature=1e-6
+        do_sample=True, repetition_penalty=1.05, top_k=1, top_p=0.5, temperature=1e-6, min_p=0.9
     )
     torch.manual_seed(0)
     one_token = Rules(turns=1, max_new_tokens=1, max_length=512)
@@ -141,15 +197,18 @@ def test_a_poisoned_checkpoint_config_does_not_reach_the_sampler(policy, samples
 
 
 def test_frequencies_are_those_of_the_scored_distribution(policy, samples):
-    """T = 0.5: shares of 2,000 one-token completions against softmax(logits / T), control
-    tokens excluded. Catches an unscaled, a filtered or a forgotten temperature."""
+    """T = 0.5: shares of 2,000 one-token completions against softmax(logits / T) without control
+    tokens. Catches a forgotten temperature, a filter, a penalty."""
+    sharp = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor)
+    sharp.model.lm_head.weight.data *= 2
     torch.manual_seed(1)
-    rules = Rules(turns=1, max_new_tokens=1, max_length=512, temperature=0.5, wave=2000)
-    (group,) = play(policy, samples[:1], 2000, rules)
-    logits = fresh_logits(policy, group[0])[-2] / 0.5
+    rules = Rules(turns=1, max_new_tokens=1, max_length=512, temperature=0.5)
+    (group,) = play(sharp, samples[:1], 2000, rules)
+    logits = fresh_logits(sharp, group[0])[-2]
     logits[policy.forbidden] = float("-inf")
     share = torch.bincount(torch.tensor([t.ids[-1] for t in group]), minlength=len(logits)) / 2000
-    assert (share - logits.softmax(-1)).abs().max() < 0.04
+    distance = {T: (share - (logits / T).softmax(-1)).abs().sum() / 2 for T in (0.25, 0.5, 1.0)}
+    assert distance[0.5] < 0.1 and distance[0.25] > 0.2 and distance[1.0] > 0.2
 
 
 def test_control_tokens_are_never_sampled(policy, samples):
@@ -204,7 +263,7 @@ def test_an_observation_is_whole_or_absent(policy, samples):
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_name(policy, samples):
-    with pytest.raises(ValueError, match=r"toy-tests-0.*tokens \(16 of them for.*--max-length"):
+    with pytest.raises(ValueError, match=r"toy-tests-0.*tokens \(16 of them for.*--max-length 40"):
         play(policy, samples[:1], 2, Rules(max_new_tokens=10, max_length=40))
 
 
@@ -314,7 +373,7 @@ def test_a_missing_checkpoint_says_what_was_expected(tmp_path, monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("we couldn't connect")
 
-    monkeypatch.setattr(rollout.Qwen2_5_VLForConditionalGeneration, "from_pretrained", unreachable)
+    monkeypatch.setattr(rollout.Model, "from_pretrained", unreachable)
     with pytest.raises(FileNotFoundError, match="neither a local checkpoint folder nor a hub name"):
         load_policy("no-such-model-anywhere")
 

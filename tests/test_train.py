@@ -1,0 +1,169 @@
+"""python -m pytest tests/test_train.py      about 60 s: the command line, and whole runs of it"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+import train
+from train import Config, parse_config
+
+ROOT = Path(__file__).resolve().parent.parent
+SHORT = [
+    "--sft-steps", "14", "--sft-demos", "60", "--rl-steps", "5", "--questions", "4",
+    "--rollouts", "4", "--eval-questions", "12", "--save-every", "2", "--sft-lr", "8e-3",
+]  # fmt: skip
+
+
+def command(out, *more):
+    return [sys.executable, "train.py", "--out", str(out), *SHORT, *more]
+
+
+def run(*words, **kwargs):
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs)
+
+
+# --- the command line ------------------------------------------------------------------------
+
+
+def test_every_flag_has_help_a_default_and_a_source(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    out = capsys.readouterr().out
+    for f in fields(Config):
+        assert f"--{f.name.replace('_', '-')} " in out
+        assert f.metadata["help"].endswith(("[paper]", "[verl]", "[thyme]", "[ours]"))
+    defaults = " ".join(out.split()).count("(default:")
+    assert defaults == len(fields(Config))
+
+
+def test_the_config_is_the_command_line(tmp_path):
+    config = parse_config(["--out", str(tmp_path), "--rl-lr", "0.5", "--mask-truncated"])
+    assert (config.rl_lr, config.mask_truncated, config.questions) == (0.5, True, 12)
+    words = []
+    for name, value in asdict(config).items():
+        flag = name.replace("_", "-")
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    assert parse_config(words) == config
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--reward", "money"], "invalid choice: 'money'"),
+        (["--preset", "huge"], "invalid choice: 'huge'"),
+        (["--adv-norm", "max"], "invalid choice: 'max'"),
+        (["--rl-step", "3"], "unrecognized arguments"),
+        (["--rl-lr", "fast"], "invalid float value: 'fast'"),
+        (["--rollouts", "1"], "--rollouts must be at least 2, got 1"),
+        (["--questions", "0"], "--questions must be at least 1, got 0"),
+        (["--temperature", "0"], "--temperature must be above 0"),
+        (["--shortcut", "1.2"], "between 0 and 1, got 1.2"),
+        (["--lambda-tool", "1.0"], "lambda"),
+        (["--lambda-tool", "-1.5"], "lambda"),
+        (["--max-length", "32"], "leaves no room"),
+        (["--model", "no/such/folder/at/all"], "no checkpoint"),
+        (["--resume", "no-such-run"], "nothing to resume in no-such-run"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_loads(words, message, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(["--out", str(tmp_path / "run"), *words])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path, capsys):
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        parse_config(["--out", str(tmp_path)])
+    assert f"--resume {tmp_path}" in capsys.readouterr().err
+
+
+# --- whole runs ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    done = run(*command(out))
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_a_run_ends_with_one_table_and_everything_in_its_folder(finished):
+    out, stdout = finished
+    assert stdout.count("out-of-prior accuracy") == 1
+    for name in ("config.json", "log.jsonl", "summary.json", "curves.png", "report.html",
+                 "trajectories.jsonl", "sft/model.safetensors", "rl/model.safetensors"):  # fmt: skip
+        assert (out / name).stat().st_size > 0, name
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["config"] == json.loads((out / "config.json").read_text())
+    assert {"sft", "act", "judge", "learn", "evaluation"} <= set(summary["seconds"])
+    for stage in ("sft", "rl"):
+        M = summary["stages"][stage]
+        assert {"n", "accuracy", "ood_accuracy", "tool_use", "faithful_and_correct",
+                "faithful_given_correct", "calls", "error_rate", "crop_area"} <= set(M)  # fmt: skip
+        assert M["faithful"] + M["unfaithful"] + M["no_tool"] == pytest.approx(1)
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [(line["stage"], line["step"]) for line in lines] == [
+        *(("sft", i) for i in range(1, 15)), *(("rl", i) for i in range(1, 6)),
+    ]  # fmt: skip
+    assert not list(out.glob("checkpoint-*"))  # only a run that is not over needs one
+
+
+def test_the_log_holds_what_the_optimiser_held(finished):
+    lines = [json.loads(line) for line in (finished[0] / "log.jsonl").read_text().splitlines()]
+    rl = [line for line in lines if line["stage"] == "rl"]
+    assert all(abs(line["loss"]) < 1 and line["skipped"] == 0 for line in rl)
+    assert rl[0]["kl"] == 0 and rl[-1]["kl"] > 0  # the reference is the SFT model
+    assert all(line["clip_fraction"] == 0 for line in rl)  # one step a batch: ratio 1
+
+
+def test_killed_twice_and_resumed_it_ends_the_same(finished, tmp_path):
+    """kill -9 in the middle of each stage, the last part under `accelerate launch`: log, weights
+    and results equal the uninterrupted run's."""
+    out = tmp_path / "killed"
+    words = command(out)
+    for lines in (7, 17):  # inside SFT, inside TAPO
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        log = out / "log.jsonl"
+        deadline = time.time() + 120
+        while not (log.exists() and log.read_bytes().count(b"\n") >= lines):
+            assert process.poll() is None and time.time() < deadline
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        words = [sys.executable, "train.py", "--resume", str(out)]
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
+    done = run(sys.executable, *launch, *words[1:])
+    assert done.returncode == 0, done.stderr
+    whole = finished[0]
+    assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
+    for stage in ("sft", "rl"):
+        a, b = (folder / stage / "model.safetensors" for folder in (out, whole))
+        assert a.read_bytes() == b.read_bytes()
+    a, b = (json.loads((folder / "summary.json").read_text())["stages"] for folder in (out, whole))
+    assert a == b
+
+
+def test_a_half_written_checkpoint_is_never_used(tmp_path, policy):
+    config = Config(out=str(tmp_path))
+    a_run = train.Run(config)
+    optimizer = train.torch.optim.AdamW(policy.model.parameters())
+    a_run.save(policy, optimizer, 2)
+    (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
+    (tmp_path / "checkpoint-sft-4" / "optimizer.pt").write_bytes(b"half")
+    again = train.Run(config)
+    assert again.state["checkpoint"] == "checkpoint-sft-2"
+    again.save(policy, optimizer, 4)
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-sft-4"]
+    again.open(config, "tiny", 1e-3, (0.9, 0.95), "cpu")
