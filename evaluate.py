@@ -97,7 +97,8 @@ def evaluate(
     """Play every sample once, score every step once. `out` gets trajectories.jsonl."""
     if not samples:
         raise ValueError("nothing to evaluate: expected at least one sample, got none")
-    with torch.random.fork_rng():  # an evaluation in the middle of training leaves no trace in it
+    gpus = [policy.device] if policy.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):  # an evaluation amid training leaves no trace in it
         torch.manual_seed(seed)
         groups = play(policy, list(samples), rollouts=1, rules=rules)
     trajectories = [trajectory for group in groups for trajectory in group]
@@ -147,10 +148,12 @@ def write_trajectories(
             print(json.dumps(line, default=plain), file=file)
 
 
-def read_trajectories(path: Path) -> tuple[list[Trajectory], list[Reward]]:
-    """What write_trajectories wrote, all but the model's own image inputs."""
-    pairs = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+def read_trajectories(
+    path: Path, first: int | None = None
+) -> tuple[list[Trajectory], list[Reward]]:
+    """What write_trajectories wrote, or the `first` of it; without the model's image inputs."""
+    pairs, lines = [], path.read_text(encoding="utf-8").splitlines()
+    for number, text in enumerate(lines[:first], start=1):
         try:
             pairs.append(_from_line(json.loads(text), path.parent))
         except (ValueError, KeyError, TypeError) as error:
@@ -225,7 +228,7 @@ def curves(log_lines: Sequence[dict], path: Path) -> None:
     figure = Figure(figsize=(6, 5), layout="constrained")
     for axes, (label, names) in zip(figure.subplots(2, 1, sharex=True), PANELS.items()):
         for name, color, line, marker in zip(names, COLORS, LINES, MARKERS):
-            points = [(e["step"], e[name]) for e in log_lines if e.get(name) is not None]
+            points = [(e["step"], e[name]) for e in log_lines if name in e]
             style = {"color": color, "linestyle": line, "marker": marker}
             if points:
                 style |= {"label": name.replace("_", " "), "markevery": len(points) // 8 + 1}
@@ -240,17 +243,17 @@ def curves(log_lines: Sequence[dict], path: Path) -> None:
 
 def compare(columns: dict[str, dict], path: Path) -> None:
     """Several runs in one figure: a row for each rate, a mark for each run."""
-    rates_of = {name: label for name, label in ROWS.items() if name != "n"}
+    labels = {name: label for name, label in ROWS.items() if name != "n"}
     figure = Figure(figsize=(8, 6 + 0.25 * len(columns)), layout="constrained")
     axes = figure.subplots()
     styles = itertools.cycle(zip(COLORS, MARKERS))
     for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
         aside = 0.5 * (i + 0.5) / len(columns) - 0.25  # equal values must not hide each other
-        values = [metrics.get(name) for name in rates_of]
+        values = [metrics.get(name) for name in labels]
         places = [(value, row + aside) for row, value in enumerate(values) if value is not None]
         axes.plot(*zip(*places), color=color, marker=marker, linestyle="none", label=run)
-    axes.set_yticks(range(len(rates_of)), rates_of.values())
-    axes.set(xlim=(-0.02, None), ylim=(len(rates_of) - 0.5, -0.5), xlabel="rate")
+    axes.set_yticks(range(len(labels)), labels.values())
+    axes.set(xlim=(-0.02, None), ylim=(len(labels) - 0.5, -0.5), xlabel="rate")
     axes.grid(alpha=0.3)
     if columns:
         figure.legend(loc="outside lower center", ncols=2)
@@ -262,91 +265,18 @@ def compare(columns: dict[str, dict], path: Path) -> None:
 safe = html.escape  # whatever a model or a data set wrote reaches the page through this
 PAGE_LIMIT = 4_500_000  # bytes of episodes on one page; all of them are in trajectories.jsonl
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d2126; --dim: #5c6570; --page: #f4f2ee; --card: #fff;
-  --film: #22262b; --good: #00629b; --bad: #a84300; --world: #c9c6be; --key: #8a2b6d; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e4df; --dim: #a2a9b2; --page: #14171a;
-  --card: #1d2126; --film: #0a0c0e; --good: #6cc1f2; --bad: #ffa057; --world: #4a5058;
-  --key: #eb9fcb; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: .6rem; max-width: 76rem; background: var(--page);
-  color: var(--ink); font: 1rem/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; }  h2 { font-size: 1.1rem; margin: 0; }  p, pre { margin: .3rem 0; }
-h3, small, figcaption, .tag, .c { color: var(--dim); font-size: .82rem; margin: 0; }
-.good, .s, .n { color: var(--good); }  .bad { color: var(--bad); }  .k { color: var(--key); }
-header, form, figure { display: flex; flex-wrap: wrap; gap: .4rem 1.5rem; align-items: center; }
-header img { flex: 1 1 22rem; min-width: 0; max-width: 40rem; }  div { overflow-x: auto; }
-td, th { padding: 0 .7rem 0 0; text-align: right; font-variant-numeric: tabular-nums; }
-tbody th { text-align: left; font-weight: normal; }
-article { margin: 1rem 0; padding: .8rem; background: var(--card); border-radius: .6rem; }
-.strip { list-style: none; margin: .6rem 0; padding: 1.3rem .6rem; display: grid; gap: .6rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 17rem), 1fr)); border-radius: .4rem;
-  --hole: linear-gradient(90deg, #0000 30%, var(--card) 0 70%, #0000 0) 0;
-  background: var(--hole) .4rem / 1.2rem .5rem round no-repeat,
-    var(--hole) calc(100% - .4rem) / 1.2rem .5rem round no-repeat, var(--film); }
-.strip > li { min-width: 0; padding: .7rem; background: var(--card); border-radius: .25rem; }
-.strip p, pre { overflow-wrap: anywhere; white-space: pre-wrap; }
-.strip svg, .strip img { display: block; width: 100%; max-height: 20rem; object-fit: contain; }
-pre { padding: .5rem; background: var(--page); font: .82rem/1.45 monospace; }
-figure { margin: .5rem 0; gap: .4rem; }  figcaption { width: 100%; }
-figure > :not(figcaption) { flex: 1 0 40%; min-width: 0; }
-rect { fill: none; vector-effect: non-scaling-stroke; stroke: #fff; stroke-width: 5px; }
-.target { stroke: #000; stroke-width: 2px; stroke-dasharray: 5 3; }
-.shown { stroke: #0072b2; stroke-width: 3px; }
-.bar { display: flex; height: .8rem; }  .bar i { background: var(--world); }
-.bar .acted { background: var(--good); min-width: 2px; }
-"""
-
-SCRIPT = """
-const form = document.querySelector("form"), cards = [...document.querySelectorAll("article")];
-for (const name in cards[0]?.dataset) {
-  const label = document.createElement("label"), select = document.createElement("select");
-  const values = [...new Set(cards.map(card => card.dataset[name]))].sort();
-  select.append(new Option("all", ""), ...values.map(value => new Option(value)));
-  select.name = name;
-  label.append(name + " ", select);
-  form.append(label);
-}
-form.append("next: j, previous: k");
-form.onchange = () => {
-  const wanted = [...new FormData(form)].filter(([, value]) => value);
-  for (const card of cards) card.hidden = wanted.some(([key, value]) => card.dataset[key] != value);
-};
-onkeydown = event => {
-  const by = {j: 1, ArrowRight: 1, k: -1, ArrowLeft: -1}[event.key];
-  if (!by || event.target.matches("select") || event.ctrlKey || event.metaKey || event.altKey) return;
-  const shown = cards.filter(card => !card.hidden);
-  const next = shown[Math.max(0, shown.indexOf(document.activeElement) + by)];
-  next?.scrollIntoView();
-  next?.focus({preventScroll: true});
-};
-"""
-
-# The policy says that the page may show what it carries and run this one script: no network.
-PAGE = string.Template("""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:;
- style-src 'unsafe-inline'; script-src 'sha256-$hash'; base-uri 'none'; form-action 'none'">
-<title>What it looked at, and what it answered</title>
-<style>$style</style>
-<h1>What it looked at, and what it answered</h1>
-<header><div><table><thead><tr><td>$head<tbody>$body</table></div>$curves</header>
-<p>Rates of tool use and faithfulness are over search questions. Below, the first $count episodes.
-In pictures, the dashed box is the target and the <b class="good">blue</b> box what a step showed.
-In the bars, <b class="good">blue</b> tokens were chosen by the policy, grey ones shown to it.</p>
-<form></form>
-$cards
-<script>$script</script>
-""")
+# The template. Its security line lets the page show what it carries and run its own script, known
+# by its hash: nothing from the network, and nothing that an episode may have smuggled in.
+PAGE = string.Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+SCRIPT = PAGE.template.split("<script>")[1].split("</script>")[0]
 
 
-def report(folder: Path, columns: dict[str, dict]) -> Path:
-    """report.html from the folder's trajectories.jsonl and, if there is one, its curves.png."""
-    png = folder / "curves.png"
+def report(folder: Path, columns: dict[str, dict], shown: int = 50) -> Path:
+    """report.html: the first episodes of the folder, and its curves.png if there is one."""
+    file, png = folder / "trajectories.jsonl", folder / "curves.png"
     drawn = Image.open(png) if png.exists() else None
-    text = page(*read_trajectories(folder / "trajectories.jsonl"), columns, drawn)
+    total = len(file.read_text(encoding="utf-8").splitlines())
+    text = page(*read_trajectories(file, shown), columns, drawn, total)
     (folder / "report.html").write_text(text, encoding="utf-8", errors="backslashreplace")
     return folder / "report.html"
 
@@ -356,27 +286,25 @@ def page(
     rewards: Sequence[Reward],
     columns: dict[str, dict],
     drawn: Image.Image | None = None,
-    shown: int = 50,
+    total: int | None = None,
 ) -> str:
-    """The first `shown` episodes, or as many as PAGE_LIMIT holds, on one self-contained page."""
-    pairs = list(zip(trajectories, rewards, strict=True))[:shown]
+    """One self-contained page of these episodes out of `total`, or as many as PAGE_LIMIT holds."""
+    pairs = list(zip(trajectories, rewards, strict=True))
     pictures = sum(1 + sum(len(s.observation.images) for s in t.tool_steps) for t, _ in pairs)
     budget = PAGE_LIMIT * 2 // 3 // max(1, pictures)  # characters a picture; the rest is for text
     cards = [_card(i, *pair, budget) for i, pair in enumerate(pairs, start=1)]
     sizes = itertools.accumulate(len(card.encode(errors="backslashreplace")) for card in cards)
     cards = cards[: sum(size <= PAGE_LIMIT for size in sizes)]
-    curves = drawn and f'<img alt="curves of training" src="{picture_url(drawn, 400_000)}">'
+    figure = drawn and f'<img alt="curves of training" src="{picture_url(drawn, 400_000)}">'
     return PAGE.substitute(
         hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
-        style=STYLE,
-        script=SCRIPT,
         head="".join(f'<th scope="col">{safe(name)}' for name in columns),
         body="".join(
             f'<tr><th scope="row">{label}{"".join(f"<td>{cell}" for cell in cells)}'
             for label, cells in rows(columns)
         ),
-        count=f"{len(cards)} of {len(trajectories)}",
-        curves=curves or "",
+        count=f"{len(cards)} of {total or len(pairs)}",
+        curves=figure or "",
         cards="".join(cards),
     )
 
@@ -493,13 +421,13 @@ def columns_of(runs: Sequence[str]) -> dict[str, dict]:
     """One column a stage of each run, from the summary.json in its folder."""
     columns = {}
     for run in runs:
-        file = Path(run) / "summary.json"
-        if not file.is_file():
+        try:
+            stages = json.loads((Path(run) / "summary.json").read_text(encoding="utf-8"))["stages"]
+        except (OSError, ValueError, KeyError) as error:
             raise ValueError(
-                f"no run in {run}: expected a folder with summary.json, as train.py and "
-                f"evaluate.py --model write them"
-            )
-        stages = json.loads(file.read_text(encoding="utf-8")).get("stages", {})
+                f"no run in {run}: expected a folder with the summary.json of a finished run of "
+                f"train.py or evaluate.py --model, but {error!r}"
+            ) from error
         columns.update({f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages.items()})
     return columns
 
@@ -537,7 +465,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if getattr(args, name) < low:
                 raise ValueError(f"--{name} must be at least {low}, got {getattr(args, name)}")
         samples = BENCHES[args.bench](args)
-        policy = load_policy(args.model)
+        policy = load_policy(args.model, "cuda" if torch.cuda.is_available() else "cpu")
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
 

@@ -212,7 +212,9 @@ class Scorer(nn.Module):
 
     def forward(self, keep: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
         """keep [N]: which of the R * L slots predict the acted tokens labels [N]. Returns [N]."""
-        hidden = self.model.model(use_cache=False, **inputs)[0].flatten(0, 1)[keep]  # [N, H]
+        return self.chunked(self.model.model(use_cache=False, **inputs)[0].flatten(0, 1)[keep], labels)
+
+    def chunked(self, hidden: Tensor, labels: Tensor) -> Tensor:  # [N, H], [N] -> [N]
         chunks = zip(hidden.split(self.chunk), labels.split(self.chunk))
         return torch.cat([checkpoint(self.logp, h, y, use_reentrant=False) for h, y in chunks])
 
@@ -259,6 +261,7 @@ class Objective:
     ratio_anchor: str = "old"  # "old": the sampler; "ref": the SFT model, as printed
     loss_agg: str = "token"  # a key of LOSS_AVERAGES
     mask_truncated: bool = False  # rollouts that ran out of turns or length teach nothing
+    updates: int = 1  # steps per rollout batch; above 1 pi_old is scored before the first
     row_tokens: int = 8192
     max_grad_norm: float = 1.0
 
@@ -272,7 +275,7 @@ def learn(
     reference: Policy | None,
     objective: Objective,
 ) -> dict[str, float]:
-    """One step on the objective of Eq. 4. trajectories [M] in groups of `group_size`; advantage [M].
+    """Step on the objective of Eq. 4. trajectories [M] in groups of `group_size`; advantage [M].
 
     The step's loss is one weighted sum over all its acted tokens, so rows and micro-batches can
     be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
@@ -300,35 +303,42 @@ def learn(
     ]
 
     policy.model.train()
-    optimizer.zero_grad()
     weight, advantage = weight.to(policy.device), advantage.to(policy.device)
-    report = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
-    broken: set[str] = set()  # samples in a micro-batch whose loss is not finite
-    for batch in micro_batches(rows, objective.row_tokens):
-        logp_new, owner = score(policy, batch, objective.temperature)  # [N]
-        logp_old, logp_ref = logp_new.detach(), logp_new.detach()
-        if reference is not None:
+    batches = list(micro_batches(rows, objective.row_tokens))
+    old = _scores(policy, batches, objective) if objective.updates > 1 else None
+    ref = _scores(reference, batches, objective) if reference is not None else None
+    for _ in range(objective.updates):
+        optimizer.zero_grad()
+        report = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
+        broken: set[str] = set()  # samples of a micro-batch whose loss is not finite
+        for b, batch in enumerate(batches):
+            logp_new, owner = score(policy, batch, objective.temperature)  # [N]
+            logp_old = old[b] if old else logp_new.detach()
+            logp_ref = ref[b] if ref else logp_new.detach()
+            anchor = logp_ref if objective.ratio_anchor == "ref" else logp_old
+            A, w = advantage[owner], weight[owner]  # [N]
+            surrogate = clipped_surrogate(logp_new, anchor, A, objective.eps)
+            kl = kl_k3(logp_new, logp_ref)
+            loss = -(w * (surrogate - objective.beta * kl)).sum()  # Eq. 4
+            loss.backward()
+            if not loss.isfinite():
+                broken |= {trajectories[i].sample.id for i in owner.tolist()}
             with torch.no_grad():
-                logp_ref, _ = score(reference, batch, objective.temperature)
-        if objective.ratio_anchor == "ref":
-            logp_old = logp_ref
-        A, w = advantage[owner], weight[owner]  # [N]
-        surrogate = clipped_surrogate(logp_new, logp_old, A, objective.eps)
-        kl = kl_k3(logp_new, logp_ref)
-        loss = -(w * (surrogate - objective.beta * kl)).sum()  # Eq. 4
-        loss.backward()
-        if not loss.isfinite():
-            broken |= {trajectories[i].sample.id for i in owner.tolist()}
-        with torch.no_grad():
-            clipped = surrogate < (logp_new - logp_old).exp() * A
-            report["loss"] += loss.item()
-            report["kl"] += (w * kl).sum().item()
-            report["entropy"] -= (w * logp_new).sum().item()
-            report["clip_fraction"] += (w * clipped).sum().item()
-    norm = step(policy.model, optimizer, objective.max_grad_norm)
-    if norm is None:
-        log.error("step skipped: loss or gradient not finite, samples %s", sorted(broken) or "all")
+                clipped = surrogate < (logp_new - anchor).exp() * A
+                report["loss"] += loss.item()
+                report["kl"] += (w * kl).sum().item()
+                report["entropy"] -= (w * logp_new).sum().item()
+                report["clip_fraction"] += (w * clipped).sum().item()
+        norm = step(policy.model, optimizer, objective.max_grad_norm)
+        if norm is None:
+            log.error("step skipped, loss or gradient not finite: %s", sorted(broken) or "all samples")
+            break
     return report | {"grad_norm": norm, "skipped": int(norm is None)}
+
+
+@torch.no_grad()
+def _scores(policy: Policy, batches: list[list[Row]], objective: Objective) -> list[Tensor]:
+    return [score(policy, batch, objective.temperature)[0] for batch in batches]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float | None:

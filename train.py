@@ -90,9 +90,11 @@ class Config:
     eps: float = knob(0.2, "verl", "clip range of Eq. 4")
     beta: float = knob(1e-3, "verl", "KL weight of Eq. 4; 0 loads no reference model")
     mask_truncated: bool = knob(False, "ours", "rollouts that ran out of turns or length teach nothing")
+    updates: int = knob(1, "verl", "optimiser steps per batch of rollouts")
     rl_lr: float = knob(1e-6, "paper", "learning rate of stage 2")
     max_grad_norm: float = knob(1.0, "verl", "gradient clipping")
     row_tokens: int = knob(8192, "ours", "slots of one row and of one micro-batch: memory")
+    activation_checkpointing: bool = knob(True, "ours", "recompute activations: time for memory")
 
     kv_budget_gb: float = knob(0.0, "ours", "memory for the KV cache of one wave of rollouts; "
                                "0: 80 % of what is free")
@@ -112,7 +114,7 @@ PRESETS = {
     "toy": dict(
         threads=1, sft_batch=32, sft_lr=4e-3, rl_steps=60, questions=12, turns=3,
         max_new_tokens=32, max_length=1024, max_log_chars=96, rl_lr=1.5e-4,
-        kv_budget_gb=1.0, patience=60.0,
+        kv_budget_gb=1.0, patience=60.0, activation_checkpointing=False,
     ),
     "tiny-base": dict(threads=1, seed=2, out="tiny"),
 }  # fmt: skip
@@ -167,7 +169,7 @@ def read_config(folder: Path) -> Config:
 def check(config: Config) -> None:
     """What can be refused before a model loads is refused here."""
     least = dict(sft_steps=0, rl_steps=0, questions=1, turns=1, max_new_tokens=1, sft_batch=1,
-                 sft_demos=1, save_every=1, sandboxes=1, row_tokens=1, eval_questions=4,
+                 sft_demos=1, save_every=1, sandboxes=1, row_tokens=1, updates=1, eval_questions=4,
                  threads=0, beta=0, eps=0, sandbox_seconds=0.1)  # fmt: skip
     for name, low in least.items():
         if getattr(config, name) < low:
@@ -220,6 +222,7 @@ def objective(config: Config) -> Objective:
         ratio_anchor=config.ratio_anchor,
         loss_agg=config.loss_agg,
         mask_truncated=config.mask_truncated,
+        updates=config.updates,
         row_tokens=config.row_tokens,
         max_grad_norm=config.max_grad_norm,
     )
@@ -257,14 +260,20 @@ class Run:
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        began, seconds = time.perf_counter(), self.state["seconds"]
+        began = time.perf_counter()
         yield
-        seconds[name] = round(seconds.get(name, 0.0) + time.perf_counter() - began, 2)
+        self.spent({name: time.perf_counter() - began})
+
+    def spent(self, seconds: dict[str, float]) -> None:
+        total = self.state["seconds"]
+        total |= {name: round(total.get(name, 0.0) + s, 3) for name, s in seconds.items()}
 
     def open(self, config: Config, start: str | Path, lr: float, betas: tuple[float, float], device):
         """(policy, optimizer) of this stage: from its checkpoint, or from `start` if it is new."""
         checkpoint = self.state["checkpoint"]
         policy = load_policy(self.folder / checkpoint if checkpoint else start, device)
+        if config.activation_checkpointing:
+            policy.model.activation_checkpointing_enable()
         optimizer = torch.optim.AdamW(policy.model.parameters(), lr, betas, weight_decay=0.0)
         if checkpoint:
             saved = torch.load(self.folder / checkpoint / "optimizer.pt", weights_only=True)
@@ -399,12 +408,14 @@ def stage_2(run: Run, config: Config, device: torch.device) -> None:
         seen = rates(played, [reward for group in judged for reward in group])
         line = {"stage": "rl", "step": step + 1} | summary(groups, rewards) | learnt
         line |= {name: seen[name] for name in ("accuracy", "tool_use", "faithful", "crop_area", "error_rate")}
-        line["tokens"] = sum(sum(t.acted) for t in played) / len(played)
+        line |= {name: n for name, n in tally.items() if not name.endswith("_seconds")}
         run.log(line)
         skipped = skipped + 1 if learnt["skipped"] else 0
         if skipped == 3:
             raise SystemExit("stopped: 3 steps in a row had no finite loss or gradient. Lower the "
                              f"learning rate, then --resume {config.out}")  # fmt: skip
+        seconds = {k.removesuffix("_seconds"): v for k, v in tally.items() if k.endswith("_seconds")}
+        run.spent(seconds)
         print(one_line(line, time.perf_counter() - began))
         if (step + 1) % config.save_every == 0:
             run.save(policy, optimizer, step + 1)
@@ -414,7 +425,7 @@ def stage_2(run: Run, config: Config, device: torch.device) -> None:
 
 
 def one_line(line: dict, seconds: float) -> str:
-    shown = ("answer", "tools", "tool_use", "faithful", "calls", "tokens", "kl", "grad_norm")
+    shown = ("answer", "tools", "tool_use", "faithful", "calls", "generated_tokens", "kl", "grad_norm")
     words = [f"step {line['step']:>4}"]
     words += [f"{name} {line[name]:.3f}" for name in shown if line.get(name) is not None]
     return "  ".join([*words, f"{seconds:.1f} s"])

@@ -1,8 +1,10 @@
-"""python -m pytest tests/test_evaluate.py      about 15 s, and 10 s more where chromium is found"""
+"""python -m pytest tests/test_evaluate.py      about 10 s, and 10 s more where chromium is found"""
 
+import base64
 import html
+import io
+import itertools
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -31,6 +33,7 @@ from evaluate import (
     read_trajectories,
     report,
     runs_of,
+    scored,
     table,
     write_trajectories,
 )
@@ -62,7 +65,11 @@ def episode(sample=SAMPLE, *turns, answer="checker", scores=(), right=1.0):
 
 def looked(box=(64, 128, 128, 192), **more):
     crop = IMAGE.crop(box)
-    return (LOOK, "image.crop(...)", Observation(images=[crop], boxes=[box], sources=["crop"], **more))
+    return (
+        LOOK,
+        "image.crop(...)",
+        Observation(images=[crop], boxes=[box], sources=["crop"], **more),
+    )
 
 
 def worked_example():
@@ -100,16 +107,28 @@ def test_the_toy_has_half_as_many_questions_against_its_prior_and_repeats_exactl
 def test_evaluate_plays_each_sample_once_scores_each_step_and_keeps_the_episodes(
     policy, samples, tmp_path
 ):
-    scripts = [[LOOK, ANSWER], [FAIL, PRINT, SHORT], [SHORT]]
-    before = torch.random.get_rng_state()
+    scripts, rules = [[LOOK, ANSWER], [FAIL, PRINT, SHORT], [SHORT]], replace(RULES, turns=2)
     with scripted(policy, scripts):
-        metrics, played = evaluate(policy, samples[:3], BoxJudge(), rules=RULES, out=tmp_path)
+        metrics, played = evaluate(policy, samples[:3], BoxJudge(), rules=rules, out=tmp_path)
     assert [t.sample.id for t in played] == [s.id for s in samples[:3]]
-    assert torch.equal(before, torch.random.get_rng_state())  # training goes on undisturbed
+    assert metrics["n"] == 3
     kept, rewards = read_trajectories(tmp_path / "trajectories.jsonl")
     assert [len(r.steps) for r in rewards] == [1, 2, 0]
-    assert [t.answer for t in kept] == ["checker", "red", "red"]
-    assert metrics["n"] == 3
+    assert [t.answer for t in kept] == ["checker", None, "red"]
+    assert kept[1].ended == "turns"
+
+
+def test_sampling_repeats_with_its_seed_and_leaves_the_random_numbers_of_training_alone(
+    policy, samples
+):
+    def sampled(seed):
+        rules = replace(RULES, max_new_tokens=8, turns=1)
+        played = evaluate(policy, samples[:2], BoxJudge(), rules=rules, seed=seed)[1]
+        return [trajectory.ids for trajectory in played]
+
+    before = torch.random.get_rng_state()
+    assert sampled(1) == sampled(1) != sampled(2)
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_evaluating_nothing_is_refused(policy):
@@ -139,8 +158,9 @@ def test_questions_against_the_prior_count_for_one_number_only():
 def test_trajectories_come_back_as_they_were_written(tmp_path):
     trajectories, rewards = worked_example()
     trajectories[0].steps[0].text += "\u2028 \ud800 \x00 ' \" </script>"  # lone surrogate and all
-    write_trajectories(trajectories, rewards, tmp_path)
-    back, rewards_back = read_trajectories(tmp_path / "trajectories.jsonl")
+    write_trajectories(trajectories, rewards, tmp_path / "here")
+    (tmp_path / "here").rename(tmp_path / "there")  # a folder may be moved, or sent to somebody
+    back, rewards_back = read_trajectories(tmp_path / "there" / "trajectories.jsonl")
     assert back == trajectories  # pictures too: PIL compares their pixels
     assert rewards_back == rewards
 
@@ -175,11 +195,17 @@ def test_no_episodes_make_an_empty_file_and_a_page_that_says_so(tmp_path):
     assert "the first 0 of 0 episodes" in report(tmp_path, {}).read_text()
 
 
+def test_a_turn_without_code_has_no_score_even_between_turns_that_have_one():
+    turns = [looked(), ("<think>So.</think>", None, None), looked()]
+    trajectory, reward = episode(SAMPLE, *turns, scores=(1.0, 0.5))
+    assert [score for _, score in scored(trajectory, reward)] == [1.0, None, 0.5]
+
+
 @given(st.lists(st.booleans()))
 def test_runs_of_tokens_unroll_to_the_tokens(acted):
     runs = runs_of(acted)
     assert [who for who, count in runs for _ in range(count)] == acted
-    assert all(a != b for (a, _), (b, _) in zip(runs, runs[1:]))
+    assert all(a != b for (a, _), (b, _) in itertools.pairwise(runs))
 
 
 # --- table and figures -----------------------------------------------------------------------
@@ -200,12 +226,14 @@ def test_the_table_is_aligned_and_leaves_empty_what_was_not_measured():
     assert table({}) == ""
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize(
     "log",
     [
         [],
         [{"step": 1, "loss": 0.5}],
         [{"step": 1, "accuracy": 0.5, "answer": 0.5}, {"step": 2, "accuracy": None}],
+        [{"step": 1, "faithful": None}],
         [{"step": s, "accuracy": 0.9, "tool_use": 0.5, "faithful": s / 40, "answer": 0.9,
           "tools": -0.2, "format": 0.0} for s in range(40)],
     ],
@@ -232,6 +260,10 @@ def test_runs_are_compared_in_one_table_and_one_figure(tmp_path, capsys):
     assert re.search(r"^faithful +0\.250 +0\.750$", printed, re.MULTILINE)
     assert Image.open(tmp_path / "out" / "compare.png").width == 960
     assert len(columns_of([a, b])) == 4
+    for broken in ("{", "{}"):
+        (tmp_path / "b" / "summary.json").write_text(broken)
+        with pytest.raises(ValueError, match="/b/: expected a folder with the summary.json of a"):
+            columns_of([a, b])
     compare({}, tmp_path / "empty.png")
 
 
@@ -279,14 +311,15 @@ def test_the_page_shows_each_episode_as_a_film_strip():
                   "figure, 40 x 30", "plt.show() was kept", "the first 3 of 3 episodes", "0.667",
                   "20 tokens chosen by the policy, 40 shown to it"):  # fmt: skip
         assert words in seen.text, words
-    widths = [i["style"] for i in seen.all("i")[:5]]
-    assert widths == [f"flex:{n} 0 0" for n in (30, 10, 5, 10, 5)]
+    bar = [(i["style"], i.get("class")) for i in seen.all("i")[:5]]
+    lengths = [(30, None), (10, "acted"), (5, None), (10, "acted"), (5, None)]
+    assert bar == [(f"flex:{length} 0 0", name) for length, name in lengths]
 
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
     "<img src=x onerror=alert(1)>",
-    "\" onmouseover=\"alert(1)\" x='",
+    '" onmouseover="alert(1)" x=\'',
     "' onmouseover='alert(1)",
     "</textarea></pre></style></title><!--",
     "<svg/onload=alert(1)>",
@@ -325,7 +358,9 @@ def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
     curves([], tmp_path / "curves.png")
     raw = report(tmp_path, {"SFT": {"n": 3}}).read_text()
     seen = Reader(raw)
-    links = [a[name] for _, a in seen.tags for name in ("src", "href", "data", "action") if name in a]
+    links = [
+        a[name] for _, a in seen.tags for name in ("src", "href", "data", "action") if name in a
+    ]
     assert len(links) == 3 + 2 + 1 + 1  # images, what steps showed, where, curves
     assert all(link.startswith(("data:image/", "#p")) for link in links)
     assert not re.search(r"url\(|@import|https?:|//[a-z]", re.sub(r"base64,[^\"]*", "", raw))
@@ -345,22 +380,20 @@ def test_fifty_episodes_with_photographs_stay_under_five_megabytes():
     assert 1_000_000 < len(text.encode()) < 5_000_000
 
 
-def test_endless_texts_leave_later_episodes_out_and_the_page_says_so():
+def test_endless_texts_leave_later_episodes_out_and_the_page_says_so(tmp_path):
     pairs = [episode(SAMPLE, ("é" * (PAGE_LIMIT // 6), None, None)) for _ in range(4)]
     text = page([t for t, _ in pairs], [r for _, r in pairs], {})
     assert "the first 2 of 4 episodes" in text and len(text.encode()) < 5_000_000
-    pairs = [episode() for _ in range(60)]
-    text = page([t for t, _ in pairs], [r for _, r in pairs], {}, shown=7)
-    assert "the first 7 of 60 episodes" in text and text.count("<article") == 7
+    pairs = [episode() for _ in range(9)]
+    write_trajectories([t for t, _ in pairs], [r for _, r in pairs], tmp_path)
+    text = report(tmp_path, {}, shown=7).read_text()
+    assert "the first 7 of 9 episodes" in text and text.count("<article") == 7
 
 
 @pytest.mark.parametrize("budget", [500_000, 20_000, 4_000])
 def test_a_picture_fits_its_budget_and_keeps_its_shape(budget):
     url = picture_url(IMAGE.resize((1600, 800)), budget)
     assert len(url) <= budget
-    import base64
-    import io
-
     image = Image.open(io.BytesIO(base64.b64decode(url.split(",")[1])))
     assert image.width == 2 * image.height
 
@@ -376,7 +409,8 @@ def test_code_is_highlighted():
 
 @given(st.text(st.sampled_from("ab1_ .#'\"\n<>&=for"), max_size=60))
 def test_highlighting_loses_nothing_and_escapes_everything(code):
-    assert html.unescape(re.sub(r"</?span[^>]*>", "", highlight(code))) == code
+    text = re.sub(r"</?span[^>]*>", "", highlight(code))
+    assert html.unescape(text) == code and not set("<>\"'") & set(text)
 
 
 # --- the command line ------------------------------------------------------------------------
@@ -398,11 +432,16 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
         (["--model", "m", "--turns", "0"], "--turns must be at least 1, got 0"),
         (["--model", "m", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
         (["--model", "m", "--shortcut", "2"], "shortcut is a share between 0 and 1, got 2.0"),
-        (["--compare", "/no/such/run"], "no run in /no/such/run: expected a folder with summary.json"),
+        (
+            ["--compare", "/no/such/run"],
+            "no run in /no/such/run: expected a folder with the summary.json",
+        ),
     ],
 )
-def test_a_wrong_command_is_explained_before_any_model_loads(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr("rollout.Qwen2_5_VLForConditionalGeneration", None)
+def test_a_wrong_command_is_explained_before_any_model_loads(
+    arguments, message, monkeypatch, capsys
+):
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
@@ -410,11 +449,15 @@ def test_a_wrong_command_is_explained_before_any_model_loads(arguments, message,
 
 
 def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(module, "load_policy", lambda name: policy)
+    monkeypatch.setattr(module, "load_policy", lambda name, device: policy)
     small = replace(module.GREEDY, max_new_tokens=64, max_length=2048)
     monkeypatch.setattr(module, "GREEDY", small)
+    asked = {}
+    monkeypatch.setattr(module, "evaluate", lambda *a, **k: asked.update(k) or evaluate(*a, **k))
+    flags = ["--n", "2", "--turns", "2", "--temperature", "0.5", "--seed", "7"]
     with scripted(policy, [[LOOK, ANSWER], [SHORT], [ANSWER]]):
-        main(["--model", "m", "--n", "2", "--out", str(tmp_path / "deep" / "out")])
+        main(["--model", "m", *flags, "--out", str(tmp_path / "deep" / "out")])
+    assert asked["rules"] == replace(small, turns=2, temperature=0.5) and asked["seed"] == 7
     assert re.search(r"^questions +2$", capsys.readouterr().out, re.MULTILINE)
     summary = json.loads((tmp_path / "deep" / "out" / "summary.json").read_text())
     assert set(summary) == {"config", "seconds", "stages"}
@@ -427,7 +470,8 @@ def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch
 
 CHROMIUM = shutil.which("chromium")
 PROBE = """<script>
-const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+const down = key => new KeyboardEvent("keydown", {key, bubbles: true});
+const press = key => document.body.dispatchEvent(down(key));
 const at = () => document.activeElement.id, result = {};
 Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});  // no style asks for more
 const right = [...document.body.querySelectorAll("*")].map(e => e.getBoundingClientRect().right);
@@ -450,8 +494,13 @@ def browse(folder, *flags):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(width, tmp_path):
+@pytest.mark.parametrize(
+    "width, film, mode",
+    [(1280, (34, 38, 43), "--mute-audio"), (390, (10, 12, 14), "--force-dark-mode")],
+)
+def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
+    width, film, mode, tmp_path
+):
     trajectories, rewards = worked_example()
     long = "a_name_that_is_much_too_long_for_a_phone_" * 4
     trajectories[1].steps[0].text = f"<think>{long}</think><code>\n{long}()\n</code>"
@@ -460,10 +509,10 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(width
     file = report(tmp_path, {"SFT": {"n": 3}, "TAPO": {"n": 3, "accuracy": 0.5}})
 
     shot = tmp_path / "shot.png"
-    browse(tmp_path, f"--window-size={width},1600", f"--screenshot={shot}", file.as_uri())
+    browse(tmp_path, mode, f"--window-size={width},1600", f"--screenshot={shot}", file.as_uri())
     pixels = np.asarray(Image.open(shot).convert("RGB"))
     assert pixels.shape == (1600, width, 3)
-    assert (pixels == (34, 38, 43)).all(-1).mean() > 0.02  # the film is there, with its colour
+    assert (pixels == film).all(-1).mean() > 0.02  # the film is there, with its colour
 
     # The page's own policy forbids any other script, so the probe runs in a copy without it.
     probed = tmp_path / "probed.html"

@@ -311,6 +311,17 @@ def test_a_step_agrees_with_a_slow_loop_in_plain_floats(policy, played, referenc
     assert report["clip_fraction"] == pytest.approx(sum(a * b for a, b in zip(w, clipped)), abs=1e-4)
 
 
+def test_a_second_update_is_anchored_at_the_sampler(policy, played):
+    """The first update moves the policy by much; only then does the clip have work to do."""
+    learner = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor)
+    optimizer = torch.optim.SGD(learner.model.parameters(), lr=0.5)
+    report = learn(learner, optimizer, played, A6, 3, None, Objective(beta=0.0, updates=1))
+    assert report["clip_fraction"] == 0
+    learner.model.load_state_dict(policy.model.state_dict())
+    report = learn(learner, optimizer, played, A6, 3, None, Objective(beta=0.0, updates=2))
+    assert report["clip_fraction"] > 0.02
+
+
 @pytest.mark.parametrize("loss_agg", ["token", "sequence"])
 def test_cutting_the_step_into_micro_batches_changes_nothing(policy, played, reference, loss_agg):
     whole = a_step(policy, played, A6, reference, loss_agg=loss_agg)

@@ -1,0 +1,317 @@
+"""
+benchmark.py: is sharing the prompt worth its lines? Ratios against the plain Hugging Face way.
+
+    python tests/benchmark.py                   all checks, about 3 minutes on 2 cores
+    python tests/benchmark.py --only rollout    checks whose name contains "rollout"
+    python tests/benchmark.py --trl             also TRL's GRPOTrainer (pip install trl==1.16.0)
+
+One JSON line a check: {"check", "ours", "baseline", "ratio", "bound", "ok"}, then a table of how
+cost grows. Exit status 1 if a bound fails. Every ratio is paired: both sides run in turn in this
+process, on one thread, and are measured in CPU seconds, medians of some repeats. The baselines are
+what one writes first: K copies of prompt and image, everything encoded anew each turn, one padded
+row per rollout. They are correct, and tested to be: see `agree` below.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import rollout  # noqa: E402
+from data import Sample  # noqa: E402
+from grpo import Scorer, group_row, score  # noqa: E402
+from rollout import Policy, Rules, begin, play  # noqa: E402
+from sandbox import Observation  # noqa: E402
+from sft import tiny_tokenizer  # noqa: E402
+from transformers import DynamicCache, GenerationConfig, Qwen2_5_VLConfig  # noqa: E402
+from transformers import Qwen2_5_VLForConditionalGeneration as Model  # noqa: E402
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # noqa: E402
+    Qwen2VLImageProcessorPil,
+)
+
+K, TURNS, NEW = 8, 3, 16  # rollouts, turns, tokens a turn
+
+
+def build(hidden: int = 256, layers: int = 2, vocabulary: int | None = None) -> Policy:
+    """A Qwen2.5-VL of the given size with random weights and 16-pixel visual tokens."""
+    tokenizer = tiny_tokenizer()
+    id_of, head = tokenizer.convert_tokens_to_ids, hidden // 4
+    text = dict(
+        vocab_size=vocabulary or len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=8192, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=id_of("<|im_end|>"), pad_token_id=id_of("<|endoftext|>"),
+        rope_parameters=dict(rope_type="default", rope_theta=1e6,
+                             mrope_section=[head // 8, head // 8, head // 4]),
+    )  # fmt: skip
+    vision = dict(
+        depth=2, hidden_size=hidden // 2, intermediate_size=hidden, num_heads=4, patch_size=8,
+        spatial_merge_size=2, temporal_patch_size=2, window_size=64, out_hidden_size=hidden,
+        fullatt_block_indexes=[1],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Model(Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=id_of("<|image_pad|>"),
+        video_token_id=id_of("<|video_pad|>"), vision_start_token_id=id_of("<|vision_start|>"),
+        vision_end_token_id=id_of("<|vision_end|>"), tie_word_embeddings=False,
+    ))  # fmt: skip
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 1 << 24}
+    )
+    policy = Policy(model.eval(), tokenizer, processor)
+    policy.forbidden = sorted({*policy.forbidden, policy.end_id})  # turns of a fixed length
+    return policy
+
+
+def picture(visual_tokens: int) -> Image.Image:
+    side = int(visual_tokens**0.5) * 16
+    noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), np.uint8)
+    return Image.fromarray(noise)
+
+
+def question(visual_tokens: int) -> Sample:
+    return Sample("benchmark", picture(visual_tokens), "Which texture is on the red square ?", "")
+
+
+class Eyes:
+    """Stands in for the sandbox: the same close-up, 64 visual tokens, after every turn."""
+
+    shown = Observation(images=[picture(64)], boxes=[None], sources=["show"])
+
+    def __init__(self, *args) -> None:
+        pass
+
+    def run(self, code: str) -> Observation:
+        return self.shown
+
+    def close(self) -> None:
+        pass
+
+
+def always_code(policy, trajectory, reply):
+    """Stands in for rollout.speak: every turn is a program."""
+    start = len(trajectory.ids)
+    trajectory.act(reply)
+    trajectory.steps.append(rollout.Step("", "look()", None, start, len(trajectory.ids)))
+    return "look()"
+
+
+def ours_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = TURNS) -> list:
+    rules = Rules(turns=turns, max_new_tokens=NEW, max_length=8192, patience=60)
+    return play(policy, [sample], rollouts, rules)[0]
+
+
+@torch.no_grad()
+def plain_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = TURNS) -> list:
+    """The usual way: each turn encodes the whole history of each rollout, pictures included."""
+    rules = Rules(max_new_tokens=NEW, max_length=8192)
+    rows = [begin(sample, policy.encode_prompt(sample)) for _ in range(rollouts)]
+    for turn in range(1, turns + 1):
+        ids, mask = rollout.left_pad([t.ids for t in rows], policy.pad_id, policy.device)
+        output = policy.model.generate(
+            input_ids=ids, attention_mask=mask,
+            mm_token_type_ids=(ids == policy.image_id).int(),
+            generation_config=GenerationConfig(
+                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW,
+                suppress_tokens=policy.forbidden, pad_token_id=policy.pad_id),
+            **policy.model_images([p for t in rows for p in t.images]),
+        )  # fmt: skip
+        for t, reply in zip(rows, output[:, ids.shape[1] :].tolist()):
+            always_code(policy, t, reply)
+            pictures = policy.pictures(Eyes.shown.images)
+            rollout.listen(policy, t, Eyes.shown, pictures, rules, last=turn == turns)
+    return rows
+
+
+# --- Measuring -------------------------------------------------------------------------------
+
+
+def paired(ours: Callable, baseline: Callable, repeats: int) -> tuple[float, float]:
+    """CPU seconds of both, run in turn, medians; one unmeasured run each comes first."""
+    spent: tuple[list[float], list[float]] = [], []
+    for repeat in range(repeats + 1):
+        for side, run in enumerate((ours, baseline)):
+            began = time.process_time()
+            run()
+            if repeat:
+                spent[side].append(time.process_time() - began)
+    return statistics.median(spent[0]), statistics.median(spent[1])
+
+
+def line(check: str, ours: float, baseline: float, bound: float, at_most: bool = False) -> bool:
+    ratio = ours / baseline if at_most else baseline / ours
+    ok = ratio <= bound if at_most else ratio >= bound
+    values = {"ours": round(ours, 4), "baseline": round(baseline, 4), "ratio": round(ratio, 3)}
+    print(json.dumps({"check": check, **values, "bound": bound, "ok": ok}), flush=True)
+    return ok
+
+
+def rollout_1024() -> bool:
+    policy, sample = build(), question(1024)
+    ours, plain = paired(lambda: ours_play(policy, sample), lambda: plain_play(policy, sample), 1)
+    return line("rollout, K 8, 3 turns, 1024 visual tokens: plain / ours", ours, plain, 6)
+
+
+def rollout_256() -> bool:
+    policy, sample = build(), question(256)
+    ours, plain = paired(lambda: ours_play(policy, sample), lambda: plain_play(policy, sample), 3)
+    return line("rollout, K 8, 3 turns, 256 visual tokens: plain / ours", ours, plain, 2.5)
+
+
+@torch.no_grad()
+def prefill() -> bool:
+    policy, sample = build(layers=4), question(256)
+    prompt = policy.encode_prompt(sample)
+
+    def encode(copies: int, repeat: int) -> None:
+        ids = torch.tensor([prompt.ids] * copies)
+        cache = DynamicCache(config=policy.model.config)
+        policy.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1,
+                     mm_token_type_ids=(ids == policy.image_id).int(),
+                     **policy.model_images(prompt.pictures * copies))  # fmt: skip
+        cache.batch_repeat_interleave(repeat)
+
+    ours, plain = paired(lambda: encode(1, K), lambda: encode(K, 1), 3)
+    return line("prefill, K 8, 256 visual tokens: K copies / once", ours, plain, 6)
+
+
+def group(policy: Policy, sample: Sample, length: int) -> list:
+    """K one-turn rollouts of 0.4 to 1.6 times `length` tokens."""
+    prompt, generator = policy.encode_prompt(sample), torch.Generator().manual_seed(0)
+    trajectories = []
+    for share in torch.linspace(0.4, 1.6, K).tolist():
+        t = begin(sample, prompt)
+        t.act(torch.randint(20, 250, (int(length * share),), generator=generator).tolist())
+        trajectories.append(t)
+    return trajectories
+
+
+def padded_logp(policy: Policy, trajectories: list) -> torch.Tensor:
+    """The usual way: one padded row per rollout, logits for the completion part only."""
+    width = max(len(t.ids) for t in trajectories)
+    ids = torch.tensor([t.ids + [policy.pad_id] * (width - len(t.ids)) for t in trajectories])
+    acted = torch.tensor([t.acted + [False] * (width - len(t.ids)) for t in trajectories])
+    mask = torch.tensor([[1] * len(t.ids) + [0] * (width - len(t.ids)) for t in trajectories])
+    P = trajectories[0].prompt
+    logits = policy.model(
+        input_ids=ids, attention_mask=mask, mm_token_type_ids=(ids == policy.image_id).int(),
+        use_cache=False, logits_to_keep=width - P + 1,
+        **policy.model_images([p for t in trajectories for p in t.images]),
+    ).logits[:, :-1]  # fmt: skip
+    logits[..., policy.forbidden] = float("-inf")
+    logp = logits.float().log_softmax(-1).gather(-1, ids[:, P:, None])[..., 0]
+    return logp[acted[:, P:]]
+
+
+def agree(policy: Policy, trajectories: list) -> None:
+    """Both ways must give the same numbers, or the race is void."""
+    with torch.no_grad():
+        ours = score(policy, [group_row(policy, list(enumerate(trajectories)))])[0]
+        plain = padded_logp(policy, trajectories)
+    assert (ours - plain).abs().max() < 1e-4, "ours and the baseline disagree"
+
+
+def learning(visual: int, bound: float, repeats: int) -> bool:
+    policy = build()
+    trajectories = group(policy, question(visual), 128)
+    agree(policy, trajectories)
+
+    def ours() -> None:
+        score(policy, [group_row(policy, list(enumerate(trajectories)))])[0].sum().backward()
+
+    spent = paired(ours, lambda: padded_logp(policy, trajectories).sum().backward(), repeats)
+    P = trajectories[0].prompt
+    return line(f"learning row, K 8, prompt {P}, 128 tokens each: padded / ours", *spent, bound)
+
+
+def saved_bytes() -> bool:
+    """What autograd keeps for the log-probs of 1,024 of 2,048 tokens, vocabulary 152,064."""
+    policy = build(hidden=64, vocabulary=152_064)
+    head, hidden = policy.model.lm_head, torch.randn(2048, 64, requires_grad=True)
+    keep, labels = torch.arange(1024), torch.randint(0, 300, (1024,))
+
+    def kept(run: Callable) -> float:
+        sizes = []
+
+        def pack(tensor):
+            sizes.append(tensor.nbytes * (tensor.data_ptr() != head.weight.data_ptr()))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run()
+        return sum(sizes) / 2**20
+
+    ours = kept(lambda: Scorer(policy, 1.0).chunked(hidden[keep], labels))
+    plain = kept(lambda: head(hidden).float().log_softmax(-1)[keep].gather(-1, labels[:, None]))
+    return line("log-probs, MiB kept for backward: full logits / ours", ours, plain, 20)
+
+
+@torch.no_grad()
+def generate_overhead() -> bool:
+    """generate() against a bare loop of forwards, 28 layers of 64, batch 8, 32 tokens."""
+    policy = build(hidden=64, layers=28)
+    ids = torch.randint(20, 250, (8, 16))
+    config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=32,
+                              pad_token_id=policy.pad_id)  # fmt: skip
+
+    def bare() -> None:
+        cache, new = DynamicCache(config=policy.model.config), ids
+        for _ in range(32):
+            logits = policy.model(input_ids=new, cache=cache, use_cache=True, logits_to_keep=1).logits
+            new = logits[:, -1].softmax(-1).multinomial(1)
+
+    ours, plain = paired(lambda: policy.model.generate(ids, generation_config=config), bare, 5)
+    return line("generate / bare loop, 28 layers", ours, plain, 1.4, at_most=True)
+
+
+def growth() -> None:
+    """CPU seconds per trajectory of a 3-turn rollout, as K and the picture grow."""
+    policy = build()
+    sizes, counts = (64, 256, 1024, 4096), (1, 2, 4, 8, 16)
+    print("\nCPU seconds per trajectory, 3 turns\n\nK \\ visual tokens" + "".join(f"{n:>9}" for n in sizes))
+    for rollouts in counts:
+        cells = []
+        for size in sizes:
+            sample, began = question(size), time.process_time()
+            ours_play(policy, sample, rollouts)
+            cells.append((time.process_time() - began) / rollouts)
+        print(f"{rollouts:>17}" + "".join(f"{cell:>9.3f}" for cell in cells), flush=True)
+
+
+CHECKS: dict[str, Callable[[], bool]] = {
+    "rollout 1024": rollout_1024,
+    "rollout 256": rollout_256,
+    "prefill": prefill,
+    "learning 1024": lambda: learning(1024, 5, 2),
+    "learning 256": lambda: learning(256, 2.5, 3),
+    "log-probs": saved_bytes,
+    "generate": generate_overhead,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", default="", help="run checks whose name contains this")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rollout.Sandbox, rollout.speak = Eyes, always_code
+    chosen = [name for name in CHECKS if args.only in name]
+    if not chosen:
+        parser.error(f"no check contains {args.only!r}; there are: {', '.join(CHECKS)}")
+    results = [CHECKS[name]() for name in chosen]
+    if not args.only:
+        growth()
+    sys.exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()
