@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -267,15 +268,10 @@ class Objective:
 
 
 def learn(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    trajectories: list[Trajectory],
-    advantage: Tensor,
-    group_size: int,
-    reference: Policy | None,
-    objective: Objective,
-) -> dict[str, float]:
-    """Step on the objective of Eq. 4. trajectories [M] in groups of `group_size`; advantage [M].
+    policy: Policy, optimizer: torch.optim.Optimizer, groups: list[list[Trajectory]],
+    advantage: Tensor, reference: Policy | None, objective: Objective,
+) -> dict[str, float | None]:  # fmt: skip
+    """Step on the objective of Eq. 4. advantage [G, K]: one for each rollout of each group.
 
     The step's loss is one weighted sum over all its acted tokens, so rows and micro-batches can
     be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
@@ -283,6 +279,7 @@ def learn(
 
     A step whose loss or gradient is not finite is skipped and reported: train.py counts them.
     """
+    trajectories, advantage = [t for group in groups for t in group], advantage.flatten()  # [M]
     lengths = torch.tensor([float(sum(t.acted)) for t in trajectories])
     if objective.mask_truncated:
         cut = torch.tensor([t.ended in ("turns", "length") for t in trajectories])
@@ -291,16 +288,10 @@ def learn(
 
     # Without a KL term a rollout with A = 0 has no gradient: leave it out.
     useful = (weight > 0) & ((advantage != 0) | (objective.beta > 0))
-    indexed = list(enumerate(trajectories))
-    rows = [
-        row
-        for g in range(0, len(indexed), group_size)
-        for row in group_rows(
-            policy,
-            [(i, t) for i, t in indexed[g : g + group_size] if useful[i]],
-            objective.row_tokens,
-        )
-    ]
+    indexed, rows = iter(enumerate(trajectories)), []
+    for group in groups:
+        members = [(i, t) for i, t in islice(indexed, len(group)) if useful[i]]
+        rows += group_rows(policy, members, objective.row_tokens)
 
     policy.model.train()
     weight, advantage = weight.to(policy.device), advantage.to(policy.device)

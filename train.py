@@ -47,7 +47,7 @@ from sft import imitate, mean_logp, pretrain_tiny, replay_all, rows_of, shuffled
 
 def knob(default, source: str, help: str, choices: tuple = ()):
     """A field of Config. source: whose number the default is: paper, verl, thyme or ours."""
-    return field(default=default, metadata={"help": f"{help} [{source}]", "choices": choices})
+    return field(default=default, metadata={"help": f"{help} [{source}]".replace("%", "%%"), "choices": choices})
 
 
 # fmt: off
@@ -236,7 +236,7 @@ class Run:
     """
 
     def __init__(self, config: Config) -> None:
-        self.folder = Path(config.out)
+        self.folder, self.skipped = Path(config.out), 0
         self.state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0,
                       "seconds": {}, "stages": {}}  # fmt: skip
         if (self.folder / "state.json").is_file():
@@ -249,10 +249,17 @@ class Run:
 
     def log(self, line: dict) -> None:
         """One line of log.jsonl. Nothing in it differs between two equal runs; how long things
-        took is on the screen and in summary.json."""
+        took is on the screen and in summary.json. Three skipped steps in a row end the run."""
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in line.items()}
         self.log_file.write(json.dumps(rounded).encode() + b"\n")
         self.log_file.flush()
+        self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
+        if self.skipped == 3:
+            raise SystemExit(
+                f"stopped at {line['stage']} step {line['step']}: three steps in a row had no "
+                f"finite loss or gradient, and none of them changed the weights. Start a new run "
+                f"with a lower learning rate, from the last good stage in {self.folder}."
+            )
 
     def log_lines(self, stage: str) -> list[dict]:
         lines = map(json.loads, (self.folder / "log.jsonl").read_text().splitlines())
@@ -279,6 +286,10 @@ class Run:
             saved = torch.load(self.folder / checkpoint / "optimizer.pt", weights_only=True)
             optimizer.load_state_dict(saved)
         return policy, optimizer
+
+    def steps_left(self, steps: int) -> range:
+        """Of stage 2; none once it is over."""
+        return range(self.state["step"] if self.state["stage"] == "rl" else steps, steps)
 
     def save(self, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
         name = f"checkpoint-{self.state['stage']}-{step}"
@@ -335,7 +346,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
         left = 1 - 0.98 * (i + 1) / config.sft_steps
         return config.sft_lr * min(1.0, (i + 1) / 10) * left
 
-    def after(i: int, loss: float, grad_norm: float) -> None:
+    def after(i: int, loss: float, grad_norm: float | None) -> None:
         line = {"stage": "sft", "step": i + 1, "loss": loss, "grad_norm": grad_norm}
         if (i + 1) % 50 == 0:
             line["held_out"] = -mean_logp(policy, held_out, config.row_tokens, learn=False)
@@ -351,99 +362,89 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
     run.end_stage(policy, measure_policy(run, config, policy), following="rl")
 
 
-def main() -> None:
-    config = parse_config()
-    disable_progress_bar()  # of transformers, which would show one for every small checkpoint
-    accelerator = Accelerator()
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    if config.preset == "tiny-base":
-        pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
-        return
-
-    run = Run(config)
-    if run.state["stage"] == "sft":
-        stage_1(run, config, accelerator.device)
-    if run.state["stage"] == "rl":
-        stage_2(run, config, accelerator.device)
-    report_run(run, config)
-
-
-def stage_2(run: Run, config: Config, device: torch.device) -> None:
-    """TAPO: act, judge, compare, learn, report."""
-    sft = run.folder / "sft"
-    policy, optimizer = run.open(config, sft, config.rl_lr, (0.9, 0.95), device)
-    reference = load_policy(sft, device) if config.beta > 0 else None
-    judge, K, skipped = BoxJudge(), config.rollouts, 0
-
-    for step in range(run.state["step"], config.rl_steps):
-        began, seed = time.perf_counter(), f"{config.seed}-{step}"
-        torch.manual_seed(random.Random(f"sampling {seed}").getrandbits(63))
-        questions = toy_questions(config.questions, seed, config.shortcut)
-
-        # 1. Act. K rollouts of every question, tool calls and all.        Eq. 2, rollout.py
-        tally = Counter()
-        with run.clock("act"):
-            groups = play(policy, questions, K, rules(config), tally)
-
-        # 2. Judge. Was it right, and did the tools show the evidence?     Eqs. 5, 6, rewards.py
-        with run.clock("judge"):
-            rng = random.Random(f"reward {seed}")
-            rewards = score(groups, config.reward, judge, weights(config), rng)
-
-        # 3. Compare. Each rollout against the others of its question.     Sec. 3, grpo.py
-        total = torch.tensor([[r.total or 0.0 for r in group] for group in rewards])  # [G, K]
-        verdict = torch.tensor([[r.total is not None for r in group] for group in rewards])
-        advantage = ADVANTAGES[config.adv_norm](total, verdict).flatten()  # [M]
-
-        # 4. Learn. One clipped step towards the better rollouts.          Eqs. 1, 3, 4, grpo.py
-        for group in optimizer.param_groups:
-            group["lr"] = config.rl_lr * min(1.0, (step + 1) / 5)
-        with run.clock("learn"):
-            played = [trajectory for group in groups for trajectory in group]
-            learnt = learn(policy, optimizer, played, advantage, K, reference, objective(config))
-
-        # 5. Report. Every name is in the README's glossary.
-        judged = rewards if config.reward == "tapo" else score(groups, "tapo", judge, weights(config), rng)
-        seen = rates(played, [reward for group in judged for reward in group])
-        line = {"stage": "rl", "step": step + 1} | summary(groups, rewards) | learnt
-        line |= {name: seen[name] for name in ("accuracy", "tool_use", "faithful", "crop_area", "error_rate")}
-        line |= {name: n for name, n in tally.items() if not name.endswith("_seconds")}
-        run.log(line)
-        skipped = skipped + 1 if learnt["skipped"] else 0
-        if skipped == 3:
-            raise SystemExit("stopped: 3 steps in a row had no finite loss or gradient. Lower the "
-                             f"learning rate, then --resume {config.out}")  # fmt: skip
-        seconds = {k.removesuffix("_seconds"): v for k, v in tally.items() if k.endswith("_seconds")}
-        run.spent(seconds)
-        print(one_line(line, time.perf_counter() - began))
-        if (step + 1) % config.save_every == 0:
-            run.save(policy, optimizer, step + 1)
-
-    metrics = measure_policy(run, config, policy, out=run.folder)
-    run.end_stage(policy, metrics, following="done")
-
-
-def one_line(line: dict, seconds: float) -> str:
-    shown = ("answer", "tools", "tool_use", "faithful", "calls", "generated_tokens", "kl", "grad_norm")
-    words = [f"step {line['step']:>4}"]
-    words += [f"{name} {line[name]:.3f}" for name in shown if line.get(name) is not None]
-    return "  ".join([*words, f"{seconds:.1f} s"])
+def report_step(run, config, step, groups, rewards, learnt, tally, seconds) -> None:
+    """One line of the log and one on the screen; every name is in the README's glossary."""
+    judged = rewards  # what training does not pay for is measured all the same
+    if config.reward != "tapo":
+        judged = score(groups, "tapo", BoxJudge(), weights(config), random.Random(0))
+    played, flat = ([x for group in nested for x in group] for nested in (groups, judged))
+    seen = rates(played, flat)
+    line = {"stage": "rl", "step": step} | summary(groups, rewards) | learnt
+    line |= {name: seen[name] for name in
+             ("accuracy", "tool_use", "faithful", "crop_area", "error_rate")}  # fmt: skip
+    line |= {name: n for name, n in tally.items() if not name.endswith("_seconds")}
+    shown = ("answer", "tools", "tool_use", "faithful", "calls", "kl", "grad_norm")
+    words = [f"{name} {line[name]:.3f}" for name in shown if line[name] is not None]
+    print(f"step {step:>4}", *words, f"{seconds:.1f} s", sep="  ", flush=True)
+    run.spent({k.removesuffix("_seconds"): v for k, v in tally.items() if k.endswith("_seconds")})
+    run.log(line)
 
 
 def report_run(run: Run, config: Config) -> None:
     """One table, one page, two figures; the numbers are in summary.json."""
-    stages = run.state["stages"]
-    write_json(
-        run.folder / "summary.json",
-        {"config": asdict(config), "seconds": run.state["seconds"], "stages": stages},
-    )
-    names = {"sft": "SFT", "rl": config.reward}
+    stages, seconds = run.state["stages"], run.state["seconds"]
+    write_json(run.folder / "summary.json",
+               {"config": asdict(config), "seconds": seconds, "stages": stages})  # fmt: skip
+    names = {"sft": "SFT", "rl": config.reward.upper() if config.reward == "tapo" else config.reward}
     columns = {names[stage]: metrics for stage, metrics in stages.items()}
     curves(run.log_lines("rl"), run.folder / "curves.png")
     page = report(run.folder, columns)
-    print("\n" + table(columns))
-    print(f"\n{page}\n{run.folder / 'summary.json'}")
+    print(f"\n{table(columns)}\n\n{page}\n{run.folder / 'summary.json'}")
+
+
+def main() -> None:
+    config = parse_config()
+    disable_progress_bar()  # of transformers, which would show one for every small checkpoint
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    if config.preset == "tiny-base":
+        return pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
+    device = Accelerator().device
+    run = Run(config)
+
+    # Stage 1, SFT. Speak the format.                                         sft.py
+    if run.state["stage"] == "sft":
+        stage_1(run, config, device)
+
+    # Stage 2, TAPO. Look where the evidence is.
+    sft = run.folder / "sft"
+    policy, optimizer = run.open(config, sft, config.rl_lr, (0.9, 0.95), device)
+    reference = load_policy(sft, device) if config.beta > 0 else None
+
+    for step in run.steps_left(config.rl_steps):
+        began, tally, seed = time.perf_counter(), Counter(), f"{config.seed}-{step}"
+        torch.manual_seed(random.Random(f"sampling {seed}").getrandbits(63))
+        questions = toy_questions(config.questions, seed, config.shortcut)
+
+        # 1. Act. K rollouts of every question, tool calls and all.           rollout.py, Eq. 2
+        with run.clock("act"):
+            groups = play(policy, questions, config.rollouts, rules(config), tally)
+
+        # 2. Judge. Was it right, and did the tools show the evidence?        rewards.py, Eqs. 5, 6
+        with run.clock("judge"):
+            rng = random.Random(f"reward {seed}")
+            rewards = score(groups, config.reward, BoxJudge(), weights(config), rng)
+
+        # 3. Compare. Each rollout against the others of its own question.    grpo.py, Sec. 3
+        total = torch.tensor([[r.total or 0.0 for r in group] for group in rewards])  # [G, K]
+        verdict = torch.tensor([[r.total is not None for r in group] for group in rewards])
+        advantage = ADVANTAGES[config.adv_norm](total, verdict)  # [G, K]
+
+        # 4. Learn. One clipped step towards the better rollouts.             grpo.py, Eqs. 1, 3, 4
+        for group in optimizer.param_groups:
+            group["lr"] = config.rl_lr * min(1.0, (step + 1) / 5)
+        with run.clock("learn"):
+            learnt = learn(policy, optimizer, groups, advantage, reference, objective(config))
+
+        # 5. Report. Where did it look, and what did it cost?                 faithfulness.py
+        seconds = time.perf_counter() - began
+        report_step(run, config, step + 1, groups, rewards, learnt, tally, seconds)
+        if (step + 1) % config.save_every == 0:
+            run.save(policy, optimizer, step + 1)
+
+    if run.state["stage"] == "rl":
+        metrics = measure_policy(run, config, policy, out=run.folder)
+        run.end_stage(policy, metrics, following="done")
+    report_run(run, config)
 
 
 if __name__ == "__main__":

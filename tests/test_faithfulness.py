@@ -185,10 +185,11 @@ def test_boxes_are_hit_by_half_or_by_four_fifths_and_one_or_all():
     sample = replace(SEARCH, boxes=((10, 10, 50, 50), (100, 100, 140, 140)))
     one = found(crop(sample, (0, 0, 64, 64)), sample=sample)
     two = found(crop(sample, (0, 0, 64, 64)), crop(sample, (115, 90, 200, 200)), sample=sample)
-    assert one.recalls == (1.0, 0.0) and two.recalls == (1.0, 0.625)
+    part = found(crop(sample, (115, 90, 200, 200)), sample=sample)
+    assert [f.recalls for f in (one, two, part)] == [(1.0, 0.0), (1.0, 0.625), (0.0, 0.625)]
     got = [[count([f])[f"box_{k}"].value for k in ("any_50", "all_50", "any_80", "all_80")]
-           for f in (one, two)]  # fmt: skip
-    assert got == [[1, 0, 1, 0], [1, 1, 1, 0]]
+           for f in (one, two, part)]  # fmt: skip
+    assert got == [[1, 0, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
 
 
 def test_questions_without_boxes_stay_out_of_the_box_rates():
@@ -214,7 +215,8 @@ def test_rates_are_the_values_of_the_counts_under_the_names_of_summary_json():
         "n accuracy tool_use faithful unfaithful no_tool faithful_and_correct "
         "faithful_given_correct calls error_rate crop_area accuracy_given_faithful direct_accuracy"
     ).split()
-    assert [got[name] for name in names] == [2, 0.5, 0.5, 0.5, 0, 0.5, 0.5, 1, 0.5, 0, 1 / 16, 1, None]
+    expected = [2, 0.5, 0.5, 0.5, 0, 0.5, 0.5, 1, 0.5, 0, 1 / 16, 1, None]
+    assert [got[name] for name in names] == expected
 
 
 def test_the_rates_use_the_scores_they_are_given():

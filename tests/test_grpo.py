@@ -239,9 +239,13 @@ class Frozen(torch.optim.SGD):
         super().__init__(model.parameters(), lr=0.0)
 
 
+def pair(trajectories):
+    return [trajectories[:3], trajectories[3:]]
+
+
 def a_step(policy, played, advantage, reference=None, **changes):
     objective = Objective(**{"max_grad_norm": 1e9, **changes})
-    report = learn(policy, Frozen(policy.model), played, advantage, 3, reference, objective)
+    report = learn(policy, Frozen(policy.model), pair(played), advantage.view(2, 3), reference, objective)
     grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
     return report, torch.cat(grads) if grads else torch.zeros(1)
 
@@ -315,10 +319,10 @@ def test_a_second_update_is_anchored_at_the_sampler(policy, played):
     """The first update moves the policy by much; only then does the clip have work to do."""
     learner = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor)
     optimizer = torch.optim.SGD(learner.model.parameters(), lr=0.5)
-    report = learn(learner, optimizer, played, A6, 3, None, Objective(beta=0.0, updates=1))
+    report = learn(learner, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0, updates=1))
     assert report["clip_fraction"] == 0
     learner.model.load_state_dict(policy.model.state_dict())
-    report = learn(learner, optimizer, played, A6, 3, None, Objective(beta=0.0, updates=2))
+    report = learn(learner, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0, updates=2))
     assert report["clip_fraction"] > 0.02
 
 
@@ -379,9 +383,9 @@ def test_no_nan_reaches_the_weights(policy, played, caplog):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     A = A6.clone()
     A[0] = float("nan")
-    report = learn(mine, optimizer, played, A, 3, None, Objective(beta=0.0))
+    report = learn(mine, optimizer, pair(played), A.view(2, 3), None, Objective(beta=0.0))
     assert report["skipped"] == 1 and report["grad_norm"] is None
     assert "toy-tests-0" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
-    assert learn(mine, optimizer, played, A6, 3, None, Objective(beta=0.0))["skipped"] == 0
+    assert learn(mine, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0))["skipped"] == 0
     assert not all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))

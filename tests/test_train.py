@@ -65,8 +65,8 @@ def test_the_config_is_the_command_line(tmp_path):
         (["--questions", "0"], "--questions must be at least 1, got 0"),
         (["--temperature", "0"], "--temperature must be above 0"),
         (["--shortcut", "1.2"], "between 0 and 1, got 1.2"),
-        (["--lambda-tool", "1.0"], "lambda"),
-        (["--lambda-tool", "-1.5"], "lambda"),
+        (["--lambda-tool", "1.0"], "must be below the answer's (Eq. 5), got tools 1.0"),
+        (["--lambda-tool", "-1.5"], "must be below the answer's (Eq. 5), got tools -1.5"),
         (["--max-length", "32"], "leaves no room"),
         (["--model", "no/such/folder/at/all"], "no checkpoint"),
         (["--resume", "no-such-run"], "nothing to resume in no-such-run"),
@@ -153,6 +153,15 @@ def test_killed_twice_and_resumed_it_ends_the_same(finished, tmp_path):
         assert a.read_bytes() == b.read_bytes()
     a, b = (json.loads((folder / "summary.json").read_text())["stages"] for folder in (out, whole))
     assert a == b
+
+
+def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
+    a_run = train.Run(Config(out=str(tmp_path)))
+    for grad_norm in (None, None, 1.0, None, None):
+        a_run.log({"stage": "sft", "step": 1, "grad_norm": grad_norm})
+    with pytest.raises(SystemExit, match="three steps in a row"):
+        a_run.log({"stage": "sft", "step": 9, "grad_norm": None})
+    assert len(a_run.log_lines("sft")) == 6
 
 
 def test_a_half_written_checkpoint_is_never_used(tmp_path, policy):
