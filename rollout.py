@@ -600,3 +600,16 @@ def check_fits(policy: Policy, sample: Sample, prompt: Encoded, rules: Rules) ->
             f" image), but --max-length {rules.max_length} leaves {room} beside a turn of "
             f"{rules.max_new_tokens}. Raise it, lower the pixel budget, or drop the question."
         )
+
+
+if __name__ == "__main__":
+    from data import crop_turn, toy_questions
+
+    policy, (question,) = load_policy("tiny"), toy_questions(1, seed=0, neutral_share=0)
+    t = begin(question, policy.encode_prompt(question))
+    look = crop_turn(" I need a closer look .", (0, 64, 64, 128))
+    with Sandbox(question.image) as sandbox:
+        seen = sandbox.run(speak(policy, t, policy.encode(look, []).ids))
+    listen(policy, t, seen, policy.pictures(seen.images), Rules(), last=False)
+    for token, acted in zip(policy.tokenizer.convert_ids_to_tokens(t.ids), t.acted):
+        print("policy" if acted else "world ", token)

@@ -408,3 +408,14 @@ def show(skills: dict[str, dict[str, float]]) -> str:
         f"{kind}: " + " ".join(f"{name} {value:.3f}" for name, value in s.items())
         for kind, s in skills.items()
     )
+
+
+if __name__ == "__main__":
+    from data import demonstrations
+    from rollout import load_policy
+
+    policy = load_policy("tiny")
+    trajectories = list(replay_all(policy, demonstrations(6, seed=0)))
+    for t, row in zip(trajectories, rows_of(policy, trajectories)):
+        logp = mean_logp(policy, [row], 8192, learn=False)
+        print(f"{logp:8.2f} a token:", repr(policy.tokenizer.decode(row.labels.tolist())))
