@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RULES, SCRIPTS, fresh_logits, scripted
+from PIL import Image
 
 import rollout
+from data import Sample
 from grpo import group_row, score
 from rollout import Rules, load_policy, play
 
@@ -85,3 +87,78 @@ def test_an_export_keeps_everything_a_reader_needs(standin, samples, tmp_path):
     assert again.forbidden == standin.forbidden
     for name in ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"):
         assert (tmp_path / name).exists()
+
+
+def test_every_image_gets_as_many_pads_as_its_grid_has_visual_tokens(standin):
+    """112 x 112, then 56 x 84 and 140 x 28 from one program: 16 + 6 + 5 visual tokens."""
+    sample = Sample("counts", Image.new("RGB", (112, 112)), "?", "!")
+    both = (
+        "<code>\nImage.new('RGB', (56, 84), 'red').show()\n"
+        "Image.new('RGB', (140, 28), 'blue').show()\n</code>"
+    )
+    with scripted(standin, [[both, "<answer>!</answer>"]]):
+        ((t,),) = play(standin, [sample], 1, RULES)
+    assert [p.grid.tolist() for p in t.images] == [[1, 8, 8], [1, 6, 4], [1, 2, 10]]
+    assert t.ids.count(standin.image_id) == 16 + 6 + 5
+
+
+def test_coordinates_are_those_of_the_picture_that_code_gets(standin):
+    """A 40 x 40 red square at (3000, 2000) of a 4000 x 3000 picture, seen through a small pixel
+    budget: the prompt names the full size, and a crop at full-size coordinates is red."""
+    picture = Image.new("RGB", (4000, 3000), "white")
+    picture.paste("red", (3000, 2000, 3040, 2040))
+    budget = dict(standin.image_processor.size)
+    standin.image_processor.size = {"shortest_edge": 3136, "longest_edge": 256 * 28 * 28}
+    try:
+        look = "<code>\nimage.crop((3000, 2000, 3040, 2040)).show()\n</code>"
+        with scripted(standin, [[look, "<answer>red</answer>"]]):
+            ((t,),) = play(standin, [Sample("frame", picture, "?", "red")], 1, RULES)
+    finally:
+        standin.image_processor.size = budget
+    prompt = standin.tokenizer.decode(t.ids[: t.prompt])
+    assert '"4000x3000"' in prompt and int(t.images[0].grid.prod()) // 4 <= 256
+    (shown,) = t.tool_steps[0].observation.images
+    assert shown.size == (40, 40) and shown.getcolors() == [(1600, (255, 0, 0))]
+    assert t.tool_steps[0].observation.boxes == [(3000, 2000, 3040, 2040)]
+
+
+ZOO = {
+    "Image.new('RGB', (1, 1)).show()": 1,
+    "Image.new('RGB', (27, 27)).show()": 1,
+    "Image.new('RGB', (300, 27)).show()": 1,
+    "Image.new('RGB', (5628, 28)).show()": 0,
+    "image.crop((10, 10, 10, 50)).show()": 0,
+    "Image.new('L', (64, 64)).show()": 1,
+    "Image.new('1', (64, 64)).show()": 1,
+    "Image.new('LA', (64, 64)).show()": 1,
+    "Image.new('RGBA', (64, 64), (255, 0, 0, 0)).show()": 1,
+    "Image.new('CMYK', (64, 64)).show()": 1,
+    "Image.fromarray((np.random.rand(64, 64, 3) * 255).astype('uint8')).show()": 1,
+    "cv2.imshow('x', np.random.rand(64, 64))": 1,
+    "cv2.imshow('x', np.zeros((64, 64), bool))": 1,
+}
+
+
+def test_whatever_code_shows_is_a_valid_image_or_a_reason(standin, samples):
+    with scripted(standin, [[f"<code>\n{code}\n</code>", "<answer>!</answer>"] for code in ZOO]):
+        (group,) = play(standin, samples[:1], len(ZOO), Rules(max_new_tokens=96, max_length=4096))
+    for t, (code, images) in zip(group, ZOO.items()):
+        seen = t.tool_steps[0].observation
+        assert len(seen.images) == images == len(t.images) - 1, (code, seen)
+        assert images or seen.notes or seen.error, code
+        for image in seen.images:
+            assert image.mode == "RGB" and min(image.size) >= 28
+    clear_red = group[8].tool_steps[0].observation.images[0]
+    assert clear_red.getcolors() == [(64 * 64, (255, 255, 255))]
+
+
+def test_images_take_fewer_positions_than_slots(standin, played):
+    t = played[0][2]  # four images
+    ids = torch.tensor([t.ids])
+    rope = standin.positions(ids, torch.ones_like(ids), [p.grid for p in t.images])[1:, 0]
+    own, _ = standin.model.model.get_rope_index(
+        ids,
+        mm_token_type_ids=(ids == standin.image_id).int(),
+        image_grid_thw=torch.stack([p.grid for p in t.images]),
+    )
+    assert torch.equal(rope, own[:, 0]) and rope[0, -1] < len(t.ids) - 1
