@@ -1,5 +1,5 @@
 """
-data.py: questions about images, and the small world in which a laptop can watch faithfulness appear.
+data.py: questions about images, and a small world in which a laptop can watch faithfulness appear.
 
 Concept     A Sample is one question about one image. The toy world makes samples whose answer is
             invisible in the overview and plain in a close-up, so that looking is a choice.
@@ -57,6 +57,12 @@ class Sample:
             raise ValueError(
                 f"sample {self.id}: kind is 'search' or 'neutral', got {self.kind!r}"
             )
+        width, height = self.image.size
+        if max(width, height) >= 200 * min(width, height):  # small ones are enlarged, these not
+            raise ValueError(
+                f"sample {self.id}: its image has {width}x{height} pixels, but Qwen2.5-VL takes no "
+                f"picture that is 200 times longer than wide. Crop or pad it, or drop the question."
+            )
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
@@ -95,7 +101,7 @@ EDGE = 6
 
 
 def _texture_patterns() -> dict[str, np.ndarray]:
-    """Per texture, which pixels of the map are dark: [SIZE, SIZE] bool, half of each 4 x 4 block."""
+    """Per texture, which pixels of the map are dark: [SIZE, SIZE] bool, half of every 4 x 4 block"""
     y, x = np.mgrid[0:SIZE, 0:SIZE]
     half = PERIOD // 2
     stripes = {

@@ -99,7 +99,8 @@ def weights_token(lengths: Tensor) -> Tensor:
 
 def weights_sequence(lengths: Tensor) -> Tensor:
     """GRPO's older form: a mean over each rollout's tokens, then over rollouts. [M] -> [M]"""
-    return torch.where(lengths > 0, 1 / lengths.clamp(min=1), 0.0) / (lengths > 0).sum().clamp(min=1)
+    per_token = torch.where(lengths > 0, 1 / lengths.clamp(min=1), 0.0)
+    return per_token / (lengths > 0).sum().clamp(min=1)
 
 
 LOSS_AVERAGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -213,7 +214,8 @@ class Scorer(nn.Module):
 
     def forward(self, keep: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
         """keep [N]: which of the R * L slots predict the acted tokens labels [N]. Returns [N]."""
-        return self.chunked(self.model.model(use_cache=False, **inputs)[0].flatten(0, 1)[keep], labels)
+        hidden = self.model.model(use_cache=False, **inputs)[0]  # [R, L, H]
+        return self.chunked(hidden.flatten(0, 1)[keep], labels)
 
     def chunked(self, hidden: Tensor, labels: Tensor) -> Tensor:  # [N, H], [N] -> [N]
         chunks = zip(hidden.split(self.chunk), labels.split(self.chunk))
@@ -322,7 +324,7 @@ def learn(
                 report["clip_fraction"] += (w * clipped).sum().item()
         norm = step(policy.model, optimizer, objective.max_grad_norm)
         if norm is None:
-            log.error("step skipped, loss or gradient not finite: %s", sorted(broken) or "all samples")
+            log.error("step skipped, not finite: %s", sorted(broken) or "the gradient of all samples")
             break
     return report | {"grad_norm": norm, "skipped": int(norm is None)}
 
@@ -348,7 +350,7 @@ if __name__ == "__main__":
     known = torch.ones_like(R, dtype=torch.bool)
     print("R                   ", R.tolist())
     print("A = R - mean        ", advantage_mean(R, known).tolist())
-    print("A over deviation    ", [[round(a, 2) for a in g] for g in advantage_std(R, known).tolist()])
+    print("A over deviation    ", advantage_std(R, known).round(decimals=2).tolist())
     for A in (1.0, -1.0):
         ratios = torch.tensor([0.5, 1.0, 1.5])
         gain = clipped_surrogate(ratios.log(), torch.zeros(3), torch.tensor(A), eps=0.2)

@@ -202,7 +202,7 @@ class MathGrader:
 
 def _grade_forever() -> None:
     """The other process. A line [reference, reply] in, a line "1" or "0" out."""
-    import json, logging, resource, signal, sys
+    import json, logging, resource, signal, sys  # noqa: E401
     from math_verify import parse, verify
 
     logging.disable()

@@ -38,9 +38,14 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import (
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
-from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from data import Sample
@@ -215,7 +220,8 @@ class Policy:
         control = {id for token, id in added.items() if token not in tags or "sandbox" in token}
         self.forbidden = sorted((control | set(range(len(tokenizer), V))) - {self.end_id})
         # Foreign text may contain neither those nor a tag, however it is tokenised.
-        self._reserved = re.compile("|".join(map(re.escape, sorted({*added, *tags}, key=len)[::-1])))
+        longest_first = sorted({*added, *tags}, key=len, reverse=True)
+        self._reserved = re.compile("|".join(map(re.escape, longest_first)))
         self.may_end = torch.zeros(V, dtype=torch.bool)  # [V] can this token close a turn?
         self.may_end[[id for token, id in vocabulary.items() if ">" in token]] = True
 
@@ -367,7 +373,8 @@ class Table:
         cache = DynamicCache()
         for i, layer in enumerate(self.cache.layers):
             cache.update(layer.keys[keep], layer.values[keep], i)
-        return Table(self.ids[keep], self.mask[keep], cache, [self.live[i] for i in keep], self.turn)
+        live = [self.live[i] for i in keep]
+        return Table(self.ids[keep], self.mask[keep], cache, live, self.turn)
 
     def squeeze(self) -> None:
         """Drop cached slots that are dead in every row, once a fifth of them is. Attention does
@@ -462,7 +469,8 @@ def _play_wave(
             wait(acting.values(), timeout=rules.patience)
         quick = [row for row, program in acting.items() if program.done()]
         slow = [row for row in acting if row not in quick]
-        tables += [(table.rows(part), [acting[row] for row in part]) for part in (quick, slow) if part]
+        for part in filter(None, (quick, slow)):
+            tables.append((table.rows(part), [acting[row] for row in part]))
 
 
 def _deal(
@@ -501,9 +509,9 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
     policy.model.generation_config = GenerationConfig()
     how = dict(temperature=rules.temperature, top_k=0, top_p=1.0) if rules.temperature else {}
     config = GenerationConfig(
-        do_sample=rules.temperature > 0, **how, repetition_penalty=1.0, suppress_tokens=policy.forbidden,
-        max_new_tokens=rules.max_new_tokens, pad_token_id=policy.pad_id, eos_token_id=policy.end_id,
-        use_cache=True, return_dict_in_generate=True,
+        do_sample=rules.temperature > 0, **how, repetition_penalty=1.0, use_cache=True,
+        suppress_tokens=policy.forbidden, max_new_tokens=rules.max_new_tokens,
+        pad_token_id=policy.pad_id, eos_token_id=policy.end_id, return_dict_in_generate=True,
     )  # fmt: skip
     grids = [picture.grid for t in table.live for picture in t.images]
     output = policy.model.generate(
@@ -520,7 +528,7 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
     tally["generated_tokens"] += sum(lengths)
     tally["images"] += len(table.unread)
     table.ids, table.mask = output.sequences, torch.cat([table.mask, alive.long()], 1)
-    table.turn, table.unread = table.turn + 1, []
+    table.turn += 1
     return [row[:n] for row, n in zip(new.tolist(), lengths)]
 
 

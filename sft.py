@@ -22,16 +22,12 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-)
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
+from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from data import (
-    COLORS, GRID, SIZE, TEXTURES, Demonstration, Scene, cell_name, crop_turn, draw_scene,
-)  # fmt: skip
+from data import COLORS, GRID, SIZE, TEXTURES, Demonstration, Scene
+from data import cell_name, crop_turn, draw_scene, neutral_sample, search_sample
 from grpo import Row, group_row, micro_batches, score, step
 from rollout import IMAGE, TAGS, Policy, Rules, Trajectory, begin, listen, speak
 from sandbox import Sandbox
@@ -227,7 +223,7 @@ def tiny_policy(seed: int) -> Policy:
         tie_word_embeddings=False,
     )
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    model = Model(config)
     processor = Qwen2VLImageProcessorPil(
         # BOX averages whole blocks of pixels: a texture of period 4 vanishes exactly at 1 : 4.
         resample=Image.Resampling.BOX,
@@ -269,7 +265,8 @@ def reading_pack(scene: Scene, rng: random.Random) -> Pack:
     pack: Pack = []
     for square in rng.sample(scene.squares, 4):
         close_up = scene.image.crop(square.cell_box)
-        pack += [(close_up, False), (f" {square.color}<answer>{square.texture}", True), ("\n", False)]
+        told = f" {square.color}<answer>{square.texture}"
+        pack += [(close_up, False), (told, True), ("\n", False)]
     return pack
 
 
@@ -282,16 +279,15 @@ def look_pack(scene: Scene, rng: random.Random) -> Pack:
         (f" {square.color}", True),
         (f" {square.cell} ({corners})<|im_end|>", True),
         ("\n", False),
-        *user(scene.image.crop(square.cell_box), f"Which texture is on the {square.color} square ?"),
+        *user(scene.image.crop(square.cell_box), search_sample(scene, square, "").question),
         (f"<answer>{square.texture}</answer><|im_end|>", True),
     ]
 
 
 def colour_pack(scene: Scene, rng: random.Random) -> Pack:
     square = rng.choice(scene.squares)
-    question = f"What color is the object at {square.cell} ?"
     return [
-        *user(scene.image, question),
+        *user(scene.image, neutral_sample(scene, square, "").question),
         (f"<answer>{square.color}</answer><|im_end|>", True),
     ]
 
@@ -365,7 +361,8 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
     rows = {kind: pack_rows(policy, kind, pool, seed) for kind in PACKS}
     small = {kind: pack_rows(policy, kind, 80, "check") for kind in PACKS}
     held_out = {kind: pack_rows(policy, kind, 300, "held out") for kind in PACKS}
-    mixtures = {1: dict(reading=16, grounding=48), 2: dict(reading=8, grounding=20, look=20, colour=16)}
+    mixtures = {1: dict(reading=16, grounding=48),
+                2: dict(reading=8, grounding=20, look=20, colour=16)}  # fmt: skip
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0)
     began = [None]  # the step at which phase 2 began
 
@@ -416,6 +413,6 @@ if __name__ == "__main__":
 
     policy = load_policy("tiny")
     trajectories = list(replay_all(policy, demonstrations(6, seed=0)))
-    for t, row in zip(trajectories, rows_of(policy, trajectories)):
+    for row in rows_of(policy, trajectories):
         logp = mean_logp(policy, [row], 8192, learn=False)
         print(f"{logp:8.2f} a token:", repr(policy.tokenizer.decode(row.labels.tolist())))

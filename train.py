@@ -47,7 +47,8 @@ from sft import imitate, mean_logp, pretrain_tiny, replay_all, rows_of, shuffled
 
 def knob(default, source: str, help: str, choices: tuple = ()):
     """A field of Config. source: whose number the default is: paper, verl, thyme or ours."""
-    return field(default=default, metadata={"help": f"{help} [{source}]".replace("%", "%%"), "choices": choices})
+    text = f"{help} [{source}]".replace("%", "%%")  # argparse formats it
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 # fmt: off
@@ -63,8 +64,8 @@ class Config:
     threads: int = knob(0, "ours", "CPU threads of torch; 0: its own choice")
     save_every: int = knob(10, "ours", "steps between two checkpoints to resume from")
 
-    shortcut: float = knob(1.0, "ours", "toy: share of squares that wear their colour's usual texture. "
-                           "1: guessing pays; 0.5: looking pays")
+    shortcut: float = knob(1.0, "ours", "toy: share of squares that wear their colour's usual "
+                           "texture. 1: guessing pays; 0.5: looking pays")
 
     sft_steps: int = knob(500, "ours", "steps of stage 1; 0: --model is the SFT model already")
     sft_batch: int = knob(128, "thyme", "demonstrations per step")
@@ -84,12 +85,15 @@ class Config:
     lambda_acc: float = knob(1.0, "ours", "weight of a right answer, Eq. 5")
     lambda_tool: float = knob(0.2, "ours", "weight of what the tools showed, Eq. 5")
     lambda_fmt: float = knob(0.2, "ours", "weight of the format penalty; 0 gives the printed Eq. 5")
-    adv_norm: str = knob("none", "paper", "divide advantages by the group's deviation?", tuple(ADVANTAGES))
-    ratio_anchor: str = knob("old", "ours", "denominator of Eq. 3; the paper prints ref", ("old", "ref"))
-    loss_agg: str = knob("token", "ours", "average over all tokens or per sequence", tuple(LOSS_AVERAGES))
+    adv_norm: str = knob("none", "paper", "divide advantages by the group's deviation?",
+                         tuple(ADVANTAGES))
+    ratio_anchor: str = knob("old", "ours", "denominator of Eq. 3; the paper prints ref",
+                             ("old", "ref"))
+    loss_agg: str = knob("token", "ours", "average over all tokens, or over each rollout's first",
+                         tuple(LOSS_AVERAGES))
     eps: float = knob(0.2, "verl", "clip range of Eq. 4")
     beta: float = knob(1e-3, "verl", "KL weight of Eq. 4; 0 loads no reference model")
-    mask_truncated: bool = knob(False, "ours", "rollouts that ran out of turns or length teach nothing")
+    mask_truncated: bool = knob(False, "ours", "rollouts out of turns or length teach nothing")
     updates: int = knob(1, "verl", "optimiser steps per batch of rollouts")
     rl_lr: float = knob(1e-6, "paper", "learning rate of stage 2")
     max_grad_norm: float = knob(1.0, "verl", "gradient clipping")
@@ -275,7 +279,7 @@ class Run:
         total = self.state["seconds"]
         total |= {name: round(total.get(name, 0.0) + s, 3) for name, s in seconds.items()}
 
-    def open(self, config: Config, start: str | Path, lr: float, betas: tuple[float, float], device):
+    def open(self, config: Config, start: str | Path, lr: float, betas: tuple, device):
         """(policy, optimizer) of this stage: from its checkpoint, or from `start` if it is new."""
         checkpoint = self.state["checkpoint"]
         policy = load_policy(self.folder / checkpoint if checkpoint else start, device)
@@ -323,7 +327,7 @@ def write_json(path: Path, value: dict) -> None:
 
 def measure_policy(run: Run, config: Config, policy: Policy, out: Path | None = None) -> dict:
     """The toy's yardstick: the same questions and the same sampling seed for every run. At
-    temperature 1 shares mirror the policy; a greedy policy would hide what it does 4 times in 10."""
+    temperature 1 shares mirror the policy; greedily it would hide what it does 4 times in 10."""
     with run.clock("evaluation"):
         questions = load_toy(config.eval_questions, shortcut=config.shortcut)
         yardstick = replace(rules(config), temperature=1.0)
@@ -385,7 +389,7 @@ def report_run(run: Run, config: Config) -> None:
     stages, seconds = run.state["stages"], run.state["seconds"]
     write_json(run.folder / "summary.json",
                {"config": asdict(config), "seconds": seconds, "stages": stages})  # fmt: skip
-    names = {"sft": "SFT", "rl": config.reward.upper() if config.reward == "tapo" else config.reward}
+    names = {"sft": "SFT", "rl": "TAPO" if config.reward == "tapo" else config.reward}
     columns = {names[stage]: metrics for stage, metrics in stages.items()}
     curves(run.log_lines("rl"), run.folder / "curves.png")
     page = report(run.folder, columns)

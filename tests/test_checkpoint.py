@@ -16,7 +16,9 @@ from grpo import group_row, score
 from rollout import Rules, load_policy, play
 
 MAKE = Path(__file__).resolve().parent.parent.parent / "shared" / "standin" / "make_checkpoint.py"
-pytestmark = pytest.mark.skipif(not MAKE.exists(), reason="no stand-in checkpoint beside the project")
+pytestmark = pytest.mark.skipif(
+    not MAKE.exists(), reason="no stand-in checkpoint beside the project"
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,9 @@ def test_the_group_row_has_the_gradient_of_one_row_each(standin, played):
         for batch in batches:
             logp, owner = score(standin, batch)
             (logp * weight[owner]).sum().backward()
-        return torch.cat([p.grad.flatten() for p in standin.model.parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.flatten() for p in standin.model.parameters() if p.grad is not None]
+        )
 
     indexed = list(enumerate(trajectories))
     alone = gradient([[group_row(standin, [one])] for one in indexed])

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import data
-from data import Sample, anti_prior_questions, demonstrations, draw_scene, toy_questions, upright_rgb
+from data import (
+    Sample,
+    anti_prior_questions,
+    demonstrations,
+    draw_scene,
+    toy_questions,
+    upright_rgb,
+)
 
 seeds = st.integers(0, 10**6)
 
@@ -68,7 +75,10 @@ def test_demonstrations_follow_the_mixture_and_do_what_they_say():
         assert np.mean([d.route == route for d in search]) == pytest.approx(share, abs=0.04)
     for d in search:
         named = d.sample.question.split()[5]
-        prior, said = data.USUAL_TEXTURE[named], d.turns[-1].split("<answer>")[1][: -len("</answer>")]
+        prior, said = (
+            data.USUAL_TEXTURE[named],
+            d.turns[-1].split("<answer>")[1][: -len("</answer>")],
+        )
         assert said == (d.sample.answer if d.route == "right" else prior)
         assert len(d.turns) == (1 if d.route == "guess" else 2)
         if d.route in ("right", "wrong"):
@@ -84,6 +94,13 @@ def test_bad_arguments_say_what_was_expected():
         toy_questions(1, 0, shortcut=1.5)
     with pytest.raises(ValueError, match="'search' or 'neutral', got 'chart'"):
         Sample("x", Image.new("RGB", (9, 9)), "?", "!", kind="chart")
+
+
+@pytest.mark.parametrize("size", [(5600, 28), (1, 200), (0, 5)])
+def test_an_image_that_the_model_cannot_take_is_refused_by_name(size):
+    with pytest.raises(ValueError, match=f"sample thin: its image has {size[0]}x{size[1]} pixels"):
+        Sample("thin", Image.new("RGB", size), "?", "!")
+    Sample("fine", Image.new("RGB", (199, 1)), "?", "!")
 
 
 def test_pictures_are_upright_opaque_and_rgb(tmp_path):

@@ -11,11 +11,16 @@ import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import evaluate as module
 import numpy as np
 import pytest
 import torch
 from conftest import ANSWER, FAIL, LOOK, PRINT, RULES, SHORT, scripted
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import evaluate as module
+from data import USUAL_TEXTURE, Sample
 from evaluate import (
     AGAINST_PRIOR,
     BENCHES,
@@ -37,11 +42,6 @@ from evaluate import (
     table,
     write_trajectories,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
-
-from data import USUAL_TEXTURE, Sample
 from rewards import BoxJudge, Reward
 from rollout import Step, Trajectory
 from sandbox import Observation

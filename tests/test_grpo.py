@@ -50,7 +50,9 @@ def test_worked_example():
     scaled = advantage_std(R, known(R))[0].tolist()  # deviation .5 with K - 1 in the denominator
     assert scaled == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-3)
     R = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
-    assert advantage_std(R, known(R))[0].tolist() == pytest.approx([0.866, -0.866, -0.866, 0.866], abs=1e-3)
+    assert advantage_std(R, known(R))[0].tolist() == pytest.approx(
+        [0.866, -0.866, -0.866, 0.866], abs=1e-3
+    )
 
 
 @given(rewards, st.integers(-3, 3))
@@ -142,7 +144,9 @@ def test_k3_averages_to_the_kl_divergence():
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6))
 def test_loss_averages_agree_with_their_definitions(lengths):
-    token, sequence = (LOSS_AVERAGES[k](torch.tensor(lengths, dtype=torch.float32)) for k in ("token", "sequence"))
+    token, sequence = (
+        LOSS_AVERAGES[k](torch.tensor(lengths, dtype=torch.float32)) for k in ("token", "sequence")
+    )
     total, rollouts = sum(lengths), sum(n > 0 for n in lengths)
     for n, t, s in zip(lengths, token.tolist(), sequence.tolist()):
         assert t == pytest.approx(1 / max(total, 1))
@@ -205,9 +209,7 @@ def test_the_group_row_has_the_gradient_of_one_row_each(policy, played, checkpoi
         policy.model.activation_checkpointing_enable()
         policy.model.train()
     for row_tokens in (8192, 150, 1):  # one row a group; several rows; a row a branch
-        rows = [
-            row for g in (0, 3) for row in group_rows(policy, indexed[g : g + 3], row_tokens)
-        ]
+        rows = [row for g in (0, 3) for row in group_rows(policy, indexed[g : g + 3], row_tokens)]
         together = gradient(policy, rows, weight)
         assert (together - alone).norm() / alone.norm() <= 1e-5
     if checkpointing:
@@ -217,7 +219,9 @@ def test_the_group_row_has_the_gradient_of_one_row_each(policy, played, checkpoi
 
 def test_rows_and_micro_batches_keep_within_their_budget(policy, played):
     rows = list(group_rows(policy, list(enumerate(played[:3])), 150))
-    assert len(rows) > 1 and sum(len(r.labels) for r in rows) == sum(sum(t.acted) for t in played[:3])
+    assert len(rows) > 1 and sum(len(r.labels) for r in rows) == sum(
+        sum(t.acted) for t in played[:3]
+    )
     for row in rows:
         assert len(row.ids) <= 150 or len(set(row.owner.tolist())) == 1
     for batch in micro_batches(rows * 3, 600):
@@ -245,7 +249,9 @@ def pair(trajectories):
 
 def a_step(policy, played, advantage, reference=None, **changes):
     objective = Objective(**{"max_grad_norm": 1e9, **changes})
-    report = learn(policy, Frozen(policy.model), pair(played), advantage.view(2, 3), reference, objective)
+    report = learn(
+        policy, Frozen(policy.model), pair(played), advantage.view(2, 3), reference, objective
+    )
     grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
     return report, torch.cat(grads) if grads else torch.zeros(1)
 
@@ -280,7 +286,9 @@ def test_kl_to_itself_is_zero_at_any_temperature(policy, played):
 
 @pytest.mark.parametrize("loss_agg", ["token", "sequence"])
 @pytest.mark.parametrize("anchor", ["old", "ref"])
-def test_a_step_agrees_with_a_slow_loop_in_plain_floats(policy, played, reference, loss_agg, anchor):
+def test_a_step_agrees_with_a_slow_loop_in_plain_floats(
+    policy, played, reference, loss_agg, anchor
+):
     """Eqs. 3 and 4 once more, from fresh forwards and without torch."""
     T, eps, beta = 0.8, 0.2, 0.1
     terms, kls, clipped, lengths = [], [], [], []
@@ -312,17 +320,23 @@ def test_a_step_agrees_with_a_slow_loop_in_plain_floats(policy, played, referenc
     )  # fmt: skip
     assert report["loss"] == pytest.approx(-sum(a * b for a, b in zip(w, terms)), rel=1e-4)
     assert report["kl"] == pytest.approx(sum(a * b for a, b in zip(w, kls)), rel=1e-4)
-    assert report["clip_fraction"] == pytest.approx(sum(a * b for a, b in zip(w, clipped)), abs=1e-4)
+    assert report["clip_fraction"] == pytest.approx(
+        sum(a * b for a, b in zip(w, clipped)), abs=1e-4
+    )
 
 
 def test_a_second_update_is_anchored_at_the_sampler(policy, played):
     """The first update moves the policy by much; only then does the clip have work to do."""
     learner = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor)
     optimizer = torch.optim.SGD(learner.model.parameters(), lr=0.5)
-    report = learn(learner, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0, updates=1))
+    report = learn(
+        learner, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0, updates=1)
+    )
     assert report["clip_fraction"] == 0
     learner.model.load_state_dict(policy.model.state_dict())
-    report = learn(learner, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0, updates=2))
+    report = learn(
+        learner, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0, updates=2)
+    )
     assert report["clip_fraction"] > 0.02
 
 
@@ -387,5 +401,8 @@ def test_no_nan_reaches_the_weights(policy, played, caplog):
     assert report["skipped"] == 1 and report["grad_norm"] is None
     assert "toy-tests-0" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
-    assert learn(mine, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0))["skipped"] == 0
+    assert (
+        learn(mine, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0))["skipped"]
+        == 0
+    )
     assert not all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))

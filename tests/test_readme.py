@@ -13,7 +13,17 @@ from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODULES = ("sandbox", "data", "rollout", "rewards", "grpo", "sft", "faithfulness", "evaluate", "train")
+MODULES = (
+    "sandbox",
+    "data",
+    "rollout",
+    "rewards",
+    "grpo",
+    "sft",
+    "faithfulness",
+    "evaluate",
+    "train",
+)
 MAP = re.findall(r"^\| ((?:Eq|Sec|Fig|Appendix)[^|]*) \| [^|]* \| ([^|]*) \|$", README, re.M)
 
 

@@ -441,7 +441,7 @@ def test_no_verdict_on_a_step_leaves_the_trajectory_without_a_reward():
 def test_a_judge_that_leaves_its_range_is_an_error():
     for bad in (-1.0, 1.5, 10):
         with pytest.raises(ValueError, match=r"\[0, 1\]"):
-            reward(hand_made(SEARCH, GOOD, answer="x"), judge=lambda request: bad)
+            reward(hand_made(SEARCH, GOOD, answer="x"), judge=lambda request, bad=bad: bad)
 
 
 seen = st.sampled_from([GOOD, WIDE, WRONG, FULL, TYPO, BLOCKED, EMPTY, PRINTED])

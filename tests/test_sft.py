@@ -41,8 +41,10 @@ def test_a_demonstration_shows_what_its_code_shows(policy, demos):
 
 
 def test_labels_are_the_demonstrators_words_and_nothing_else(policy, demos, trajectories):
-    for demo, trajectory, row in zip(demos.values(), trajectories, rows_of(policy, trajectories)):
-        said = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in demo.turns]
+    for demo, row in zip(demos.values(), rows_of(policy, trajectories), strict=True):
+        said = [
+            policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in demo.turns
+        ]
         assert row.labels.tolist() == sum(said, [])
 
 
@@ -121,7 +123,9 @@ def test_packs_teach_what_their_map_shows(policy, kind):
 def test_the_committed_checkpoint_can_see_the_world():
     """The gates that `python train.py --preset tiny-base` had to pass, on other maps."""
     tiny = load_policy("tiny")
-    skills = {kind: sft.skill(tiny, sft.pack_rows(tiny, kind, 60, "test"), 8192) for kind in sft.PACKS}
+    skills = {
+        kind: sft.skill(tiny, sft.pack_rows(tiny, kind, 60, "test"), 8192) for kind in sft.PACKS
+    }
     assert skills["grounding"]["cell"] > 0.95 and skills["grounding"]["colour"] > 0.95
     assert skills["reading"]["texture"] > 0.95 and skills["look"]["corner"] > 0.95
     assert skills["colour"]["colour"] > 0.9

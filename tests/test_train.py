@@ -49,7 +49,11 @@ def test_the_config_is_the_command_line(tmp_path):
     words = []
     for name, value in asdict(config).items():
         flag = name.replace("_", "-")
-        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        words += (
+            [f"--{'' if value else 'no-'}{flag}"]
+            if isinstance(value, bool)
+            else [f"--{flag}", str(value)]
+        )
     assert parse_config(words) == config
 
 
