@@ -2,8 +2,9 @@
 benchmark.py: is sharing the prompt worth its lines? Ratios against the plain Hugging Face way.
 
     python tests/benchmark.py                   all checks, about 3 minutes on 2 cores
-    python tests/benchmark.py --only rollout    checks whose name contains "rollout"
-    python tests/benchmark.py --trl             also TRL's GRPOTrainer (pip install trl==1.16.0)
+    python tests/benchmark.py --only sandbox    checks whose name contains "sandbox"
+    python tests/benchmark.py --trl             also a whole step against TRL's GRPOTrainer, about
+                                                2 minutes more (pip install trl==1.16.0)
 
 One JSON line a check: {"check", "ours", "baseline", "ratio", "bound", "ok"}, then a table of how
 cost grows. Exit status 1 if a bound fails. Every ratio is paired: both sides run in turn in this
@@ -14,11 +15,16 @@ row per rollout. They are correct, and tested to be: see `agree` below.
 
 import argparse
 import json
+import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,19 +32,21 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import rollout  # noqa: E402
-from data import Sample  # noqa: E402
-from grpo import Scorer, group_row, score  # noqa: E402
-from rollout import Policy, Rules, begin, play  # noqa: E402
-from sandbox import Observation  # noqa: E402
-from sft import tiny_tokenizer  # noqa: E402
 from transformers import DynamicCache, GenerationConfig, Qwen2_5_VLConfig  # noqa: E402
 from transformers import Qwen2_5_VLForConditionalGeneration as Model  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # noqa: E402
     Qwen2VLImageProcessorPil,
 )
 
+import rollout  # noqa: E402
+from data import Sample  # noqa: E402
+from grpo import Objective, Scorer, advantage_std, group_row, learn, score  # noqa: E402
+from rollout import Policy, Rules, begin, play, speak  # noqa: E402
+from sandbox import Limits, Observation, Sandbox  # noqa: E402
+from sft import tiny_tokenizer  # noqa: E402
+
 K, TURNS, NEW = 8, 3, 16  # rollouts, turns, tokens a turn
+TRL = "1.16.0"  # optional: only --trl needs it
 
 
 def build(hidden: int = 256, layers: int = 2, vocabulary: int | None = None) -> Policy:
@@ -68,7 +76,8 @@ def build(hidden: int = 256, layers: int = 2, vocabulary: int | None = None) -> 
         patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 1 << 24}
     )
     policy = Policy(model.eval(), tokenizer, processor)
-    policy.forbidden = sorted({*policy.forbidden, policy.end_id})  # turns of a fixed length
+    ends = {policy.end_id, *id_of(["</code>", "</answer>"])}
+    policy.forbidden = sorted(ends.union(policy.forbidden))  # turns of a fixed length
     return policy
 
 
@@ -180,7 +189,7 @@ def prefill() -> bool:
                      **policy.model_images(prompt.pictures * copies))  # fmt: skip
         cache.batch_repeat_interleave(repeat)
 
-    ours, plain = paired(lambda: encode(1, K), lambda: encode(K, 1), 3)
+    ours, plain = paired(lambda: encode(1, K), lambda: encode(K, 1), 7)
     return line("prefill, K 8, 256 visual tokens: K copies / once", ours, plain, 6)
 
 
@@ -266,18 +275,164 @@ def generate_overhead() -> bool:
     def bare() -> None:
         cache, new = DynamicCache(config=policy.model.config), ids
         for _ in range(32):
-            logits = policy.model(input_ids=new, cache=cache, use_cache=True, logits_to_keep=1).logits
-            new = logits[:, -1].softmax(-1).multinomial(1)
+            output = policy.model(input_ids=new, cache=cache, use_cache=True, logits_to_keep=1)
+            new = output.logits[:, -1].softmax(-1).multinomial(1)
 
     ours, plain = paired(lambda: policy.model.generate(ids, generation_config=config), bare, 5)
     return line("generate / bare loop, 28 layers", ours, plain, 1.4, at_most=True)
+
+
+# --- One whole step against TRL ----------------------------------------------------------------
+#
+# Counted on both sides: image processing, the prompt's tokens, K rollouts of a fixed length,
+# rewards, advantages, forward, backward, clipping, AdamW. Pictures lie in memory. For TRL alone,
+# being part of its step: each copy of a prompt and its image is prepared twice (to sample, to
+# score), entropies are computed, the lm head reads every slot (on a CPU), and train() sets up its
+# loop (under 1 %). For neither: building models and trainer, saving. No program is run.
+
+
+def distinct(completion_ids: list[list[int]]) -> list[float]:
+    """The reward of both sides: how many different tokens a completion has."""
+    return [float(len(set(ids))) for ids in completion_ids]
+
+
+def trl_trainer(policy: Policy, samples: list[Sample], reward: Callable, new: int, folder: str):
+    """TRL's GRPOTrainer on the policy's own parts, set to do what grpo.py does: fp32, nothing
+    recomputed, no KL term, the loss a mean over all tokens, one step for each train()."""
+    from datasets import Dataset
+    from transformers import PrinterCallback, Qwen2_5_VLProcessor
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Processor(Qwen2_5_VLProcessor):
+        def check_argument_for_proper_class(self, *args) -> None:
+            """A real video processor needs torchvision. No video comes, so anything may pass."""
+
+    images, tokenizer = policy.image_processor, policy.tokenizer
+    config = GRPOConfig(
+        output_dir=folder, save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=1,
+        use_cpu=True, bf16=False, gradient_checkpointing=False, shuffle_dataset=False, max_steps=1,
+        per_device_train_batch_size=K * len(samples), num_generations=K, max_completion_length=new,
+        generation_kwargs={"suppress_tokens": policy.forbidden}, temperature=1.0, top_k=0,
+        top_p=1.0, beta=0.0, loss_type="dapo", max_grad_norm=1.0, lr_scheduler_type="constant",
+    )  # fmt: skip
+    data = Dataset.from_dict({"row": list(range(len(samples)))}).with_transform(lambda batch: {
+        "prompt": [[{"role": "user", "content": samples[i].question}] for i in batch["row"]],
+        "image": [samples[i].image for i in batch["row"]],
+    })  # fmt: skip
+    trainer = GRPOTrainer(
+        policy.model, reward, config, data,
+        processing_class=Processor(images, tokenizer, images, tokenizer.chat_template),
+        optimizers=(torch.optim.AdamW(policy.model.parameters(), 1e-6), None),
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)  # stdout is for JSON lines
+    return trainer
+
+
+def against_trl(visual: int, prompts: int, new: int, bound: float, repeats: int) -> bool:
+    policy, samples = build(layers=4), [question(visual)] * prompts
+    optimizer = torch.optim.AdamW(policy.model.parameters(), 1e-6)
+    rules = Rules(turns=1, max_new_tokens=new, max_length=8192)
+    completions: list[list[int]] = []  # TRL's newest
+
+    def reward(completion_ids: list[list[int]], **others) -> list[float]:
+        completions[:] = completion_ids
+        return distinct(completion_ids)
+
+    def teach(groups: list) -> dict:
+        R = torch.tensor([distinct([t.ids[t.prompt :] for t in group]) for group in groups])
+        A = advantage_std(R, torch.ones_like(R, dtype=torch.bool))
+        return learn(policy, optimizer, groups, A, None, Objective(beta=0.0))
+
+    def agree() -> None:
+        """TRL's first step, learnt by us from the same weights, must have the same gradient."""
+        trainer.train()
+        groups = [[begin(s, policy.encode_prompt(s)) for _ in range(K)] for s in samples]
+        for t, ids in zip(sum(groups, []), completions, strict=True):
+            t.act(ids)
+            assert len(ids) == new, "a completion has another length"
+        # TRL forbids tokens when it samples, not when it scores. Here, and only here, nor do we.
+        with mock.patch.object(policy, "forbidden", np.array([], int)):
+            ratio = teach(groups)["grad_norm"] / trainer.state.log_history[0]["grad_norm"]
+        assert abs(ratio - 1) < 1e-3, "TRL and ours disagree"
+
+    # The true `speak`, not always_code: nothing to run, nothing to show.
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(rollout, "speak", speak):
+        trainer = trl_trainer(build(layers=4), samples, reward, new, folder)
+        agree()
+        spent = paired(lambda: teach(play(policy, samples, K, rules)), trainer.train, repeats)
+    what = f"K {K}, {visual} visual tokens, {prompts} x {new} tokens"
+    return line(f"one step, {what}: TRL {TRL} / ours", *spent, bound)
+
+
+# --- The sandbox -------------------------------------------------------------------------------
+
+
+def limit(check: str, value: float, bound: float | None, at_least: bool = False) -> bool:
+    """A measured value, its bound (none: only told) and whether it holds."""
+    ok = bound is None or (value >= bound if at_least else value <= bound)
+    values = {"value": round(value, 2), "bound": bound, "ok": ok}
+    print(json.dumps({"check": check, **values}), flush=True)
+    return ok
+
+
+def sandbox_speed() -> bool:
+    """Wall-clock milliseconds, medians; a picture of 256 x 256."""
+    image, spent = picture(256), {"start": [], "no-op": [], "crop and save": []}
+
+    def timed(what: str, run: Callable) -> None:
+        began = time.perf_counter()
+        run()
+        spent[what].append(1e3 * (time.perf_counter() - began))
+
+    with Sandbox(image) as first:
+        first.run("")  # the server starts once per training run, not per trajectory
+    for _ in range(40):
+        with Sandbox(image) as sandbox:
+            timed("start", lambda: sandbox.protection)
+            for n in range(4):
+                crop = f"image.crop(({n},0,200,150)).save('c.png')"
+                timed("no-op", lambda: sandbox.run(""))
+                timed("crop and save", lambda crop=crop: sandbox.run(crop))
+    bounds = {"start": 60, "no-op": 2, "crop and save": 20}
+    return all([limit(f"sandbox: {what}, ms, median", statistics.median(spent[what]), bound)
+                for what, bound in bounds.items()])  # fmt: skip
+
+
+def sandbox_limit() -> bool:
+    """By how much a program that never ends outlives its limit."""
+    late = []
+    for _ in range(5):
+        with Sandbox(picture(256), Limits(seconds=0.5)) as sandbox:
+            sandbox.run("")
+            late.append(sandbox.run("while True: pass").seconds - 0.5)
+    return limit("sandbox: past the hard limit, s, worst of 5", max(late), 0.6)
+
+
+def sandbox_crowd() -> bool:
+    """Memory of 64 workers that have each cut a crop, and calls per second of 16 in parallel."""
+    crowd = [Sandbox(picture(256)) for _ in range(64)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda sandbox: sandbox.run("image.crop((0,0,50,50)).show()"), crowd))
+        held = 0
+        for pid in (sandbox.pid for sandbox in crowd):
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            held += int(re.search(r"^Pss:\s+(\d+)", rollup, re.M)[1])
+        began = time.perf_counter()
+        crops = [f"image.crop(({i},0,{i + 64},64)).show()" for i in range(20)]
+        list(pool.map(lambda sandbox: [sandbox.run(crop) for crop in crops], crowd[:16]))
+        rate = 16 * len(crops) / (time.perf_counter() - began)
+    for sandbox in crowd:
+        sandbox.close()
+    fits = limit("sandbox: 64 workers, GiB, proportional set size", held / 2**20, 1.5)
+    return limit("sandbox: crops per second, 16 in parallel", rate, None) and fits
 
 
 def growth() -> None:
     """CPU seconds per trajectory of a 3-turn rollout, as K and the picture grow."""
     policy = build()
     sizes, counts = (64, 256, 1024, 4096), (1, 2, 4, 8, 16)
-    print("\nCPU seconds per trajectory, 3 turns\n\nK \\ visual tokens" + "".join(f"{n:>9}" for n in sizes))
+    print("\nCPU seconds per trajectory, 3 turns\n")
+    print("K \\ visual tokens" + "".join(f"{n:>9}" for n in sizes))
     for rollouts in counts:
         cells = []
         for size in sizes:
@@ -295,13 +450,26 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "learning 256": lambda: learning(256, 2.5, 3),
     "log-probs": saved_bytes,
     "generate": generate_overhead,
+    "sandbox speed": sandbox_speed,
+    "sandbox limit": sandbox_limit,
+    "sandbox crowd": sandbox_crowd,
+}
+TRL_CHECKS: dict[str, Callable[[], bool]] = {
+    "trl 256": lambda: against_trl(256, 2, 32, 2.5, 3),
+    "trl 1024": lambda: against_trl(1024, 1, 48, 4, 2),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", help="run checks whose name contains this")
+    parser.add_argument("--trl", action="store_true", help="also a whole step against TRL")
     args = parser.parse_args()
+    if args.trl:
+        found = next((package.version for package in distributions(name="trl")), None)
+        if found != TRL:
+            parser.error(f"--trl needs TRL {TRL}, found {found}: pip install trl=={TRL}")
+        CHECKS.update(TRL_CHECKS)
     torch.set_num_threads(1)
     rollout.Sandbox, rollout.speak = Eyes, always_code
     chosen = [name for name in CHECKS if args.only in name]
