@@ -101,7 +101,7 @@ EDGE = 6
 
 
 def _texture_patterns() -> dict[str, np.ndarray]:
-    """Per texture, which pixels of the map are dark: [SIZE, SIZE] bool, half of every 4 x 4 block"""
+    """Per texture, which pixels of the map are dark, [SIZE, SIZE]: half of every 4 x 4 block."""
     y, x = np.mgrid[0:SIZE, 0:SIZE]
     half = PERIOD // 2
     stripes = {

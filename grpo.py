@@ -324,7 +324,7 @@ def learn(
                 report["clip_fraction"] += (w * clipped).sum().item()
         norm = step(policy.model, optimizer, objective.max_grad_norm)
         if norm is None:
-            log.error("step skipped, not finite: %s", sorted(broken) or "the gradient of all samples")
+            log.error("step skipped, not finite: %s", sorted(broken) or "the whole gradient")
             break
     return report | {"grad_norm": norm, "skipped": int(norm is None)}
 

@@ -240,7 +240,7 @@ class Run:
     """
 
     def __init__(self, config: Config) -> None:
-        self.folder, self.skipped = Path(config.out), 0
+        self.folder, self.skipped, self.lap = Path(config.out), 0, {}
         self.state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0,
                       "seconds": {}, "stages": {}}  # fmt: skip
         if (self.folder / "state.json").is_file():
@@ -252,11 +252,14 @@ class Run:
         self.log_file.truncate(self.state["log_bytes"])
 
     def log(self, line: dict) -> None:
-        """One line of log.jsonl. Nothing in it differs between two equal runs; how long things
-        took is on the screen and in summary.json. Three skipped steps in a row end the run."""
+        """One line of log.jsonl. Nothing in it differs between two equal runs: the seconds of the
+        step go to times.jsonl. Three skipped steps in a row end the run."""
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in line.items()}
         self.log_file.write(json.dumps(rounded).encode() + b"\n")
         self.log_file.flush()
+        with open(self.folder / "times.jsonl", "a") as file:
+            print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
+        self.lap = {}
         self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
         if self.skipped == 3:
             raise SystemExit(
@@ -276,8 +279,8 @@ class Run:
         self.spent({name: time.perf_counter() - began})
 
     def spent(self, seconds: dict[str, float]) -> None:
-        total = self.state["seconds"]
-        total |= {name: round(total.get(name, 0.0) + s, 3) for name, s in seconds.items()}
+        for sums in (self.state["seconds"], self.lap):
+            sums |= {name: round(sums.get(name, 0.0) + s, 3) for name, s in seconds.items()}
 
     def open(self, config: Config, start: str | Path, lr: float, betas: tuple, device):
         """(policy, optimizer) of this stage: from its checkpoint, or from `start` if it is new."""
@@ -312,7 +315,7 @@ class Run:
 
     def end_stage(self, policy: Policy, metrics: dict, following: str) -> None:
         """Export the stage's policy and go on to the next stage, with a fresh optimiser."""
-        stage = self.state["stage"]
+        stage, self.lap = self.state["stage"], {}
         policy.save(self.folder / stage)
         self.state["stages"][stage] = metrics
         self.update(stage=following, step=0, checkpoint=None)

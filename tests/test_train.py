@@ -104,8 +104,8 @@ def finished(tmp_path_factory):
 def test_a_run_ends_with_one_table_and_everything_in_its_folder(finished):
     out, stdout = finished
     assert stdout.count("out-of-prior accuracy") == 1
-    for name in ("config.json", "log.jsonl", "summary.json", "curves.png", "report.html",
-                 "trajectories.jsonl", "sft/model.safetensors", "rl/model.safetensors"):  # fmt: skip
+    names = "config.json log.jsonl summary.json curves.png report.html trajectories.jsonl"
+    for name in [*names.split(), "sft/model.safetensors", "rl/model.safetensors"]:
         assert (out / name).stat().st_size > 0, name
     summary = json.loads((out / "summary.json").read_text())
     assert summary["config"] == json.loads((out / "config.json").read_text())
@@ -119,6 +119,9 @@ def test_a_run_ends_with_one_table_and_everything_in_its_folder(finished):
     assert [(line["stage"], line["step"]) for line in lines] == [
         *(("sft", i) for i in range(1, 15)), *(("rl", i) for i in range(1, 6)),
     ]  # fmt: skip
+    times = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
+    assert [(t["stage"], t["step"]) for t in times] == [(t["stage"], t["step"]) for t in lines]
+    assert {"act", "judge", "learn", "prefill", "decode", "sandbox"} <= set(times[-1])
     assert not list(out.glob("checkpoint-*"))  # only a run that is not over needs one
 
 
