@@ -1,11 +1,12 @@
 """
-data.py: questions about images, and a small world in which a laptop can watch faithfulness appear.
+data.py: questions about images, their words, and a small world in which looking is a choice.
 
-Concept     A Sample is one question about one image. The toy world makes samples whose answer is
-            invisible in the overview and plain in a close-up, so that looking is a choice.
-Paper       CodeV, arXiv:2511.19661, Sec. 3 (training data). The toy world is ours.
+Concept     A Sample is one question about one image. How it becomes words, and how words become
+            actions, is here too. The toy world makes samples whose answer is invisible in the
+            overview and plain in a close-up, so that looking is a choice.
+Paper       CodeV, arXiv:2511.19661, Eq. 2 (x, a_t, o_t as text). The toy world is ours.
 In          a seed and the dial `shortcut`
-Out         Samples, and demonstrations (scripts that rollout.replay plays through the sandbox)
+Out         Samples, their prompts, and demonstrations (scripts that sft.replay plays out)
 Left out    the public data sets: not loaded yet
 Read next   sandbox.py (where the code of a demonstration runs), rollout.py (where it is played)
 
@@ -26,10 +27,14 @@ anti-prior questions) a guesser is always wrong. The dial is how we make "guessi
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageOps
+
+from sandbox import Observation
 
 Box = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels; x1 and y1 are exclusive
 
@@ -38,9 +43,14 @@ Box = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels; x1 and y1 are exclu
 class Sample:
     """One question about one image.
 
-    kind    "search": the evidence must be looked for; "neutral": the overview suffices, so tool
-            use earns nothing there (paper, Sec. 3: task types are treated differently)
-    boxes   where the evidence is, in pixels of `image`; empty if nobody labelled it
+    id       unique in its data set; named in every error
+    image    what policy, code and judge all speak about: made upright, opaque and RGB here
+    answer   the reference: a letter if there are options, else a text or number
+    options  their texts, without letters
+    kind     "search": the evidence must be looked for; "neutral": the overview suffices, and tools
+             can only cost (red lines; Eq. 6 as we read the paper's task types)
+    boxes    where the evidence is, in pixels of `image`; empty if nobody labelled it
+    source   the data set
     """
 
     id: str
@@ -57,6 +67,7 @@ class Sample:
             raise ValueError(
                 f"sample {self.id}: kind is 'search' or 'neutral', got {self.kind!r}"
             )
+        object.__setattr__(self, "image", upright_rgb(self.image))  # frozen, but not yet born
         width, height = self.image.size
         if max(width, height) >= 200 * min(width, height):  # small ones are enlarged, these not
             raise ValueError(
@@ -66,8 +77,9 @@ class Sample:
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """The one picture that the policy, its code and the judge all speak about: EXIF rotation
-    applied, transparency on white, RGB."""
+    """EXIF rotation applied, transparency on white, RGB."""
+    if image.mode == "RGB" and not image.getexif():
+        return image
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -76,9 +88,75 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-# ---------------------------------------------------------------------------------------------
+# The words of the game: a prompt, an observation, and what counts as an action
+
+TAGS = ("think", "code", "answer", "sandbox_output")
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+SYSTEM_PROMPT = """You are a helpful assistant. Solve the problem about the image step by step.
+First reason inside <think> and </think>. If a closer look or a calculation would help, write
+Python inside <code> and </code>: crop, zoom, rotate, change the contrast, draw, or compute. The
+image is loaded as `image` (PIL), its file is `image_path`. Whatever the code prints, saves or
+shows comes back inside <sandbox_output> and </sandbox_output>, and you may go on thinking and
+write more code. When you know the answer, give it once inside <answer> and </answer>."""
+
+# The metadata lines have the form of the public training data, so that public checkpoints see
+# what they were trained on (the file name is neutral: names can carry labels).
+FACTS = """
+
+### User Image Path:** "image.png"
+### User Image Size:** "{width}x{height}"
+
+### **Output Format (strict adherence required):**
+
+<think>Your reasoning, with any code, goes here.</think>
+<answer>Your final answer goes here.</answer>
+"""
+
+NOTHING_SHOWN = "The code ran and showed nothing. Print a value or show an image."
+FIX_IT = "Fix the code, or answer."
+
+
+def messages(sample: Sample, clean: Callable[[str], str]) -> list[dict]:
+    """The conversation before the first action: x = (V, Q) of Eq. 2. Question and options come
+    from a data set, so they pass through `clean` (Policy.neutralise) like any foreign text."""
+    options = "".join(f"\n{chr(ord('A') + i)}. {o}" for i, o in enumerate(sample.options))
+    width, height = sample.image.size
+    texts = [clean(sample.question + options), FACTS.format(width=width, height=height)]
+    content = [{"type": "image"}, *({"type": "text", "text": text} for text in texts)]
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
+
+
+def observation_text(seen: Observation, clean: Callable[[str], str], limit: int) -> str:
+    """What the next turn reads. What the code printed is cut at `limit` characters; repairs and
+    errors are told in full: the policy can learn only from what it sees."""
+    log = seen.text.strip()
+    log = log[:limit] + " ..." * (len(log) > limit)
+    failed = [seen.error, FIX_IT] if seen.error else []
+    text = "\n".join(word for word in (log, *seen.notes, seen.environment, *failed) if word)
+    if not text and not seen.images:
+        text = NOTHING_SHOWN
+    return clean(text) + IMAGE * len(seen.images)
+
+
+def parse(text: str, closed: bool) -> tuple[str | None, str | None]:
+    """(code, answer) of one turn; None where there is none. What stands inside a closed <think>
+    is thought, not action. closed: the policy ended its message itself; a missing </code> is then
+    forgiven. A turn that the length limit cut gets no such favour.
+
+    >>> parse("<think> look </think><code>\\nprint(1)\\n</code>", closed=False)
+    ('\\nprint(1)\\n', None)
+    """
+    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    if closed and text.count("<code>") == text.count("</code>") + 1:
+        text += "</code>"
+    blocks = re.findall(r"<code>(.*?)</code>", text, re.DOTALL)
+    code = "\n".join(blocks) if blocks else None
+    return code, answers[0].strip() if len(answers) == 1 else None
+
+
 # The toy world
-# ---------------------------------------------------------------------------------------------
 
 GRID, CELL = 4, 64
 SIZE = GRID * CELL
@@ -150,10 +228,10 @@ def cell_box(row: int, column: int) -> Box:
 def draw_scene(rng: random.Random, shortcut: float) -> Scene:
     """A map with five squares, each wearing its colour's usual texture with chance `shortcut`."""
     pixels = np.full((SIZE, SIZE, 3), rng.randint(200, 239), np.uint8)
-    for i, edge in enumerate(EDGE_COLORS):
-        pixels[:, i * CELL : (i + 1) * CELL].reshape(GRID, CELL, CELL, 3)[:, :EDGE] = edge
-    for i, edge in enumerate(EDGE_COLORS):
-        pixels[i * CELL : (i + 1) * CELL].reshape(CELL, GRID, CELL, 3)[:, :, :EDGE] = edge
+    for row, column in np.ndindex(GRID, GRID):
+        x0, y0, x1, y1 = cell_box(row, column)
+        pixels[y0 : y0 + EDGE, x0:x1] = EDGE_COLORS[column]
+        pixels[y0:y1, x0 : x0 + EDGE] = EDGE_COLORS[row]
 
     squares = []
     cells = rng.sample(range(GRID * GRID), 5)
@@ -220,9 +298,7 @@ def anti_prior_questions(n: int, seed: int | str) -> list[Sample]:
     return toy_questions(n, seed, shortcut=0.0, neutral_share=0.0)
 
 
-# ---------------------------------------------------------------------------------------------
 # Demonstrations: what stage 1 imitates
-# ---------------------------------------------------------------------------------------------
 
 # How the demonstrator treats a search question. Like the released agents of the paper's Fig. 2 it
 # is a mixed bag: a third looks in the right place, the rest shows nothing of use or does not look,
@@ -233,7 +309,7 @@ MIXTURE = {"right": 0.36, "whole": 0.12, "wrong": 0.12, "guess": 0.40}
 @dataclass(frozen=True)
 class Demonstration:
     """A question and what a demonstrator writes, turn by turn. What the sandbox shows in between
-    is not part of it: it comes from running the code (rollout.replay)."""
+    is not part of it: it comes from running the code (sft.replay)."""
 
     sample: Sample
     turns: tuple[str, ...]

@@ -218,7 +218,7 @@ def table(columns: dict[str, dict]) -> str:
 COLORS = ("#0072B2", "#D55E00", "#000000", "#CC79A7", "#009E73", "#E69F00")
 LINES, MARKERS = ("-", "--", ":", "-.", "-", "--"), "os^DvP"
 PANELS = {  # label of the axis: what log.jsonl calls the curves
-    "share of episodes": ("accuracy", "tool_use", "faithful"),
+    "share": ("tool_use", "faithful", "crop_area"),
     "mean reward, unweighted": ("answer", "tools", "format"),
 }
 

@@ -4,14 +4,15 @@ grpo.py: from the rewards of one group to one gradient step.
 Concept     Score K rollouts of one question against each other (no value network), and learn from
             them in one row: the prompt once, then K branches that see the prompt and themselves,
             never each other. Same sharing as in rollout.py, same numbers as K separate rows.
-Paper       CodeV, arXiv:2511.19661, Sec. 3, Eqs. 1, 3 and 4
+Paper       CodeV, arXiv:2511.19661, Eqs. 1, 3 and 4, and the group baseline between them
 In          groups of Trajectories, their rewards, the policy, the reference (the SFT model)
 Out         one optimiser step, and the numbers worth plotting
 Left out    value network; credit for single tool steps (the paper's equations have none)
 Read next   rollout.py (where `acted` comes from), rewards.py (where R comes from)
 
-Shapes      G groups   K rollouts each   M = G * K   N acted tokens   R rows   L slots of a row
-Symbols     A advantage   ratio = pi_new / pi_old   eps clip range   beta KL weight
+Shapes      G groups   K rollouts each   M = G * K   B rows   L slots of a row
+            N acted tokens of a batch   n those of one row   H hidden width   V vocabulary
+Symbols     R reward   A advantage   ratio = pi_new / pi_old   eps clip range   beta KL weight
 """
 
 from __future__ import annotations
@@ -29,13 +30,11 @@ from rollout import Picture, Policy, Trajectory
 
 log = logging.getLogger(__name__)
 
-# ---------------------------------------------------------------------------------------------
 # Compare: each rollout against the others of its own question
-# ---------------------------------------------------------------------------------------------
 
 
 def advantage_mean(reward: Tensor, verdict: Tensor) -> Tensor:
-    """Sec. 3: b(g) = 1/K sum R, A = R - b(g); one A for a whole rollout. [G, K] -> [G, K]
+    """Group baseline: b(g) = 1/K sum R, A = R - b(g), one for a whole rollout. [G, K] -> [G, K]
 
     As printed it does not divide by the group's deviation (README, "Where the paper is silent").
     verdict [G, K]: False where the judge gave none; such a rollout leaves the baseline, A = 0.
@@ -51,8 +50,8 @@ def advantage_mean(reward: Tensor, verdict: Tensor) -> Tensor:
 
 
 def advantage_std(reward: Tensor, verdict: Tensor) -> Tensor:
-    """GRPO's usual form: advantage_mean over the group's deviation (K - 1 in its denominator),
-    plus 1e-4. Fig. 3's caption says "normalized within the group"; the text does not divide.
+    """GRPO's usual form: advantage_mean over the group's deviation (K - 1 in its denominator) plus
+    1e-4, as in TRL. Fig. 3's caption says "normalized within the group"; the text does not divide.
 
     >>> advantage_std(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.ones(1, 4, dtype=torch.bool))
     tensor([[ 0.8659, -0.8659, -0.8659,  0.8659]])
@@ -75,14 +74,12 @@ ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------
 # The objective, token by token. Only acted tokens ever get here: there is no mask to forget.
-# ---------------------------------------------------------------------------------------------
 
 
-def clipped_surrogate(logp_new: Tensor, logp_old: Tensor, A: Tensor, eps: float) -> Tensor:
+def clipped_surrogate(logp_new: Tensor, logp_anchor: Tensor, A: Tensor, eps: float) -> Tensor:
     """Eq. 4, first term: min(r A, clip(r, 1 - eps, 1 + eps) A), never above r A. [N] -> [N]"""
-    ratio = (logp_new - logp_old).exp()  # Eq. 3, over the sampler; --ratio-anchor ref: as printed
+    ratio = (logp_new - logp_anchor).exp()  # Eq. 3: over the sampler, or over pi_ref as printed
     return torch.minimum(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A)
 
 
@@ -93,7 +90,8 @@ def kl_k3(logp_new: Tensor, logp_ref: Tensor) -> Tensor:
 
 
 def weights_token(lengths: Tensor) -> Tensor:
-    """Eq. 4 averages over all tokens of the step: a long rollout weighs more. [M] -> [M]"""
+    """Eq. 4 averages over all tokens of the step, so that a long rollout weighs more. [M] -> [M]
+    the weight of each acted token of each rollout; over all of them the weights sum to 1."""
     return torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
 
 
@@ -109,9 +107,7 @@ LOSS_AVERAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------
 # One row per group
-# ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -144,7 +140,7 @@ def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
             raise ValueError(f"{t.sample.id}: the rollouts of a group must share one prompt")
         own = torch.tensor(t.ids)
         where = policy.positions(own[None], torch.ones_like(own)[None], [p.grid for p in t.images])
-        where = where[1:, 0].cpu()  # [3, P + branch] the rope rows; the text row packs sequences
+        where = where[1:, 0].cpu()  # [3, P + branch] without the text row, which is for generate
         if not positions:
             positions.append(where[:, :P])
         positions.append(where[:, P:])
@@ -183,7 +179,8 @@ def group_rows(
 
 
 def micro_batches(rows: list[Row], row_tokens: int) -> Iterator[list[Row]]:
-    """Rows of similar length side by side, at most `row_tokens` slots (padding included)."""
+    """Rows of similar length side by side, at most `row_tokens` slots (padding included; a
+    single longer row goes alone)."""
     batch: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.ids)):
         if batch and (len(batch) + 1) * len(row.ids) > row_tokens:
@@ -199,7 +196,7 @@ class Scorer(nn.Module):
 
     "As the sampler saw it": control tokens are forbidden and logits are divided by the
     temperature, here as there. Logits exist only for acted tokens and only `chunk` at a time:
-    with Qwen's vocabulary the full logits of 8,000 slots, with their gradient, would fill a GPU.
+    with Qwen's vocabulary the full logits of 8,000 slots take 5 GB, and autograd keeps copies.
     """
 
     def __init__(self, policy: Policy, temperature: float, chunk: int = 1024) -> None:
@@ -213,8 +210,8 @@ class Scorer(nn.Module):
         return logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]  # [n]
 
     def forward(self, keep: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
-        """keep [N]: which of the R * L slots predict the acted tokens labels [N]. Returns [N]."""
-        hidden = self.model.model(use_cache=False, **inputs)[0]  # [R, L, H]
+        """keep [N]: which of the B * L slots predict the acted tokens labels [N]. Returns [N]."""
+        hidden = self.model.model(use_cache=False, **inputs)[0]  # [B, L, H]
         return self.chunked(hidden.flatten(0, 1)[keep], labels)
 
     def chunked(self, hidden: Tensor, labels: Tensor) -> Tensor:  # [N, H], [N] -> [N]
@@ -222,24 +219,24 @@ class Scorer(nn.Module):
         return torch.cat([checkpoint(self.logp, h, y, use_reentrant=False) for h, y in chunks])
 
 
-def score(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """log pi of every acted token of some rows, and who chose it: ([N], [N]).
 
-    Stage 1, stage 2, the reference and every test use this one function.
+    Stage 1, stage 2 and the reference all use this one function.
     """
-    R, L = len(rows), max(len(row.ids) for row in rows)
-    ids = torch.full((R, L), policy.pad_id)
-    segment = torch.full((R, L), -1)  # padding: a segment of its own, which nobody looks at
-    positions = torch.zeros(3, R, L, dtype=torch.long)
-    for r, row in enumerate(rows):
+    B, L = len(rows), max(len(row.ids) for row in rows)
+    ids = torch.full((B, L), policy.pad_id)
+    segment = torch.full((B, L), -1)  # padding: a segment of its own, which nobody looks at
+    positions = torch.zeros(3, B, L, dtype=torch.long)
+    for b, row in enumerate(rows):
         n = len(row.ids)
-        ids[r, :n], segment[r, :n], positions[:, r, :n] = row.ids, row.segment, row.positions
+        ids[b, :n], segment[b, :n], positions[:, b, :n] = row.ids, row.segment, row.positions
     before = torch.ones(L, L, dtype=torch.bool).tril()
     own = segment[:, :, None] == segment[:, None, :]
-    sees = before & (own | (segment == 0)[:, None, :])  # [R, L, L] row i may look at column j
+    sees = before & (own | (segment == 0)[:, None, :])  # [B, L, L] row i may look at column j
     device = policy.device
     logp = Scorer(policy, temperature)(
-        keep=torch.cat([r * L + row.keep for r, row in enumerate(rows)]).to(device),
+        keep=torch.cat([b * L + row.keep for b, row in enumerate(rows)]).to(device),
         labels=torch.cat([row.labels for row in rows]).to(device),
         input_ids=ids.to(device),
         attention_mask=sees[:, None].to(device),
@@ -249,23 +246,21 @@ def score(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tuple[Te
     return logp, torch.cat([row.owner for row in rows]).to(device)
 
 
-# ---------------------------------------------------------------------------------------------
 # Learn
-# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Objective:
     """The constants of Eq. 4 and the forks that the paper leaves open (README)."""
 
-    eps: float = 0.2
-    beta: float = 1e-3
+    eps: float = 0.2  # clip range
+    beta: float = 1e-3  # KL weight; at 0 no reference is needed
     temperature: float = 1.0  # of the rollouts: the ratio compares what was sampled
     ratio_anchor: str = "old"  # "old": the sampler; "ref": the SFT model, as printed
     loss_agg: str = "token"  # a key of LOSS_AVERAGES
     mask_truncated: bool = False  # rollouts that ran out of turns or length teach nothing
     updates: int = 1  # steps per rollout batch; above 1 pi_old is scored before the first
-    row_tokens: int = 8192
+    row_tokens: int = 8192  # slots of one row and of one micro-batch
     max_grad_norm: float = 1.0
 
 
@@ -279,8 +274,12 @@ def learn(
     be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
     hovers around 0, and its gradient is A * grad log pi all the same.
 
-    A step whose loss or gradient is not finite is skipped and reported: train.py counts them.
+    The report is of the last update. kl, entropy and clip_fraction are means over the tokens that
+    were scored; kl is None without a reference. A step whose loss or gradient is not finite is
+    skipped and reported; train.py counts those.
     """
+    if objective.ratio_anchor == "ref" and reference is None:
+        raise ValueError("--ratio-anchor ref compares with the reference policy: one is needed")
     trajectories, advantage = [t for group in groups for t in group], advantage.flatten()  # [M]
     lengths = torch.tensor([float(sum(t.acted)) for t in trajectories])
     if objective.mask_truncated:
@@ -303,9 +302,10 @@ def learn(
     for _ in range(objective.updates):
         optimizer.zero_grad()
         report = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
+        scored = 0.0  # the weight of the tokens that were: without KL, A = 0 leaves some out
         broken: set[str] = set()  # samples of a micro-batch whose loss is not finite
         for b, batch in enumerate(batches):
-            logp_new, owner = score(policy, batch, objective.temperature)  # [N]
+            logp_new, owner = log_probs(policy, batch, objective.temperature)  # [N]
             logp_old = old[b] if old else logp_new.detach()
             logp_ref = ref[b] if ref else logp_new.detach()
             anchor = logp_ref if objective.ratio_anchor == "ref" else logp_old
@@ -318,23 +318,30 @@ def learn(
                 broken |= {trajectories[i].sample.id for i in owner.tolist()}
             with torch.no_grad():
                 clipped = surrogate < (logp_new - anchor).exp() * A
+                scored += w.sum().item()
                 report["loss"] += loss.item()
                 report["kl"] += (w * kl).sum().item()
                 report["entropy"] -= (w * logp_new).sum().item()
                 report["clip_fraction"] += (w * clipped).sum().item()
-        norm = step(policy.model, optimizer, objective.max_grad_norm)
+        for name in ("kl", "entropy", "clip_fraction"):
+            report[name] = report[name] / scored if scored else None
+        norm = apply_gradient(policy.model, optimizer, objective.max_grad_norm)
         if norm is None:
             log.error("step skipped, not finite: %s", sorted(broken) or "the whole gradient")
             break
+    if reference is None:
+        report["kl"] = None
     return report | {"grad_norm": norm, "skipped": int(norm is None)}
 
 
 @torch.no_grad()
 def _scores(policy: Policy, batches: list[list[Row]], objective: Objective) -> list[Tensor]:
-    return [score(policy, batch, objective.temperature)[0] for batch in batches]
+    return [log_probs(policy, batch, objective.temperature)[0] for batch in batches]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> float | None:
+def apply_gradient(
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
+) -> float | None:
     """Clip and apply the gradient; its norm. One that is not finite never reaches the weights:
     nothing is applied and the norm is None."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)

@@ -84,7 +84,7 @@ def is_correct(answer: str | None, sample: Sample) -> bool:
 
 def read_choice(reply: str, options: tuple[str, ...] = ()) -> str | None:
     """The one option that a reply names, as a letter; None if it names none, or several."""
-    text = last_word(reply)
+    text = final_answer(reply)
     letters = string.ascii_uppercase[: len(options) or None]
 
     def with_text(text: str) -> str | None:
@@ -104,10 +104,12 @@ def read_choice(reply: str, options: tuple[str, ...] = ()) -> str | None:
 
 def same_answer(reference: str, reply: str) -> bool:
     """Text, numbers, formulas, in this order."""
-    reference, reply = unwrap(reference), last_word(reply)
+    reference, reply = unwrap(reference), final_answer(reply)
     a, b = read_number(reference), read_number(reply)
-    if same_text(reference, reply) or (a and b):
-        return not (a and b) or same_number(*a, *b)
+    if a and b:
+        return same_number(*a, *b)
+    if same_text(reference, reply):
+        return True
     calculable = (a or is_formula(reference)) and (b or is_formula(reply))
     return bool(calculable) and GRADER.same(reference, reply)
 
@@ -144,7 +146,7 @@ def is_formula(text: str) -> bool:
     return bool(FORMULA.search(text)) and not WORD.search(text)
 
 
-def last_word(reply: str) -> str:
+def final_answer(reply: str) -> str:
     text = CUE.sub("", reply, count=1)
     return unwrap((BOXED.findall(text) or [text])[-1])
 
@@ -241,12 +243,13 @@ def format_error(trajectory: Trajectory) -> bool:
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """Eq. 6: all that a judge may know of a step, (Q, o_t, metadata_t). No field could carry a
-    thought, code or the reference answer, so none of them can sway it."""
+    """Eq. 6: all that a judge may know of a step, (Q, o_t, metadata_t). It has no field for
+    thoughts, code or the reference answer. What a program prints or draws is still the policy's
+    voice, so a judge that reads must not trust it."""
 
     question: str
     image_size: tuple[int, int]  # width, height
-    targets: tuple[Box, ...]  # where the evidence is; () if nobody labelled it
+    targets: tuple[Box, ...]  # labels, for BoxJudge alone: Eq. 6 has no such input
     images: tuple[Image.Image, ...]  # what the step showed, in order
     boxes: tuple[Box | None, ...]  # the region that each shows; None: no pure crop
     sources: tuple[str, ...]
@@ -365,8 +368,8 @@ class Weights:
             raise ValueError(f"the weight of tools must be below the answer's (Eq. 5), {got}")
         if abs(self.tools) >= abs(self.answer) / 2:
             warnings.warn(
-                f"a wrong answer with good crops can earn as much as a right one with red lines; "
-                f"choose tools < answer / 2 to rule that out ({got})",
+                f"a wrong answer with good crops can earn as much as a right, well-formed one with "
+                f"red lines; choose tools < answer / 2 to rule that out ({got})",
                 stacklevel=3,
             )
 
@@ -416,9 +419,9 @@ def tool_bonus(group: Group, judge: Judge, weights: Weights, rng: random.Random)
     return [weighted(t, weights, sum(steps), steps) for t, steps in zip(group, ran)]
 
 
-def null(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
-    """R = 1 with chance 0.75, else 0, whatever the policy did. What this teaches is drift, so a
-    finding that it shows too is none. The parts are reported, not paid."""
+def coin(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """The null: R = 1 with chance 0.75, else 0, whatever the policy did. A change that training on
+    it also brings is drift, no effect of a reward. The parts are reported, not paid."""
     rewards = accuracy(group, judge, weights, rng)
     return [replace(reward, total=float(rng.random() < 0.75)) for reward in rewards]
 
@@ -432,7 +435,7 @@ REWARDS: dict[str, Callable[[Group, Judge, Weights, random.Random], list[Reward]
     "tapo": tapo,
     "accuracy": accuracy,
     "tool_bonus": tool_bonus,
-    "random": null,
+    "random": coin,
 }
 
 
@@ -461,7 +464,6 @@ def summary(groups: list[Group], rewards: list[list[Reward]]) -> dict[str, float
         "tools": mean([r.tools for r in flat]),
         "format": mean([r.format for r in flat]),
         "calls": len(steps) / len(flat),
-        "useful_calls": sum((s or 0) > 0 for r in flat for s in r.steps) / len(flat),
         "constant_groups": mean([max(group) - min(group) < 1e-6 for group in totals]),
         "no_verdict": sum(r.total is None for r in flat),
         "environment": sum(bool(step.observation.environment) for step in steps),

@@ -13,7 +13,7 @@ Concept     Two ideas carry this project, and both live here.
             One prompt, K futures. The K rollouts of a question share its prompt and its image. We
             encode them once, repeat the KV cache K times, and keep it over the turns, so that a
             turn costs only its new tokens. grpo.py shares the prompt once more, when it learns.
-Paper       CodeV, arXiv:2511.19661, Eq. 2 and Sec. 3 (tags, turns)
+Paper       CodeV, arXiv:2511.19661, Eq. 2
 In          Samples, a Policy
 Out         groups of Trajectories
 Left out    rewards (rewards.py); a sampler of our own (HF generate does it)
@@ -28,7 +28,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,77 +48,8 @@ from transformers import (
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from data import Sample
+from data import TAGS, Sample, messages, observation_text, parse
 from sandbox import Limits, Observation, Sandbox
-
-# --- The words of the game: everything that builds text, and the one function that parses it ---
-
-TAGS = ("think", "code", "answer", "sandbox_output")
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-
-SYSTEM_PROMPT = """You are a helpful assistant. Solve the problem about the image step by step.
-First reason inside <think> and </think>. If a closer look or a calculation would help, write
-Python inside <code> and </code>: crop, zoom, rotate, change the contrast, draw, or compute. The
-image is loaded as `image` (PIL), its file is `image_path`. Whatever the code prints, saves or
-shows comes back inside <sandbox_output> and </sandbox_output>, and you may go on thinking and
-write more code. When you know the answer, give it once inside <answer> and </answer>."""
-
-# The metadata lines have the form of the public training data, so that public checkpoints see
-# what they were trained on (the file name is neutral: names can carry labels).
-FACTS = """
-
-### User Image Path:** "image.png"
-### User Image Size:** "{width}x{height}"
-
-### **Output Format (strict adherence required):**
-
-<think>Your reasoning, with any code, goes here.</think>
-<answer>Your final answer goes here.</answer>
-"""
-
-NOTHING_SHOWN = "The code ran and showed nothing. Print a value or show an image."
-FIX_IT = "Fix the code, or answer."
-
-
-def messages(sample: Sample, clean: Callable[[str], str]) -> list[dict]:
-    """The conversation before the first action: x = (V, Q) of Eq. 2. Question and options come
-    from a data set, so they pass through `clean` (Policy.neutralise) like any foreign text."""
-    options = "".join(f"\n{chr(ord('A') + i)}. {o}" for i, o in enumerate(sample.options))
-    width, height = sample.image.size
-    texts = [clean(sample.question + options), FACTS.format(width=width, height=height)]
-    content = [{"type": "image"}, *({"type": "text", "text": text} for text in texts)]
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
-
-
-def observation_text(seen: Observation, clean: Callable[[str], str], limit: int) -> str:
-    """What the next turn reads. Every repair and every error is told: the policy can learn only
-    from what it sees."""
-    failed = [seen.error, FIX_IT] if seen.error else []
-    words = [seen.text.strip(), *seen.notes, seen.environment, *failed]
-    text = "\n".join(word for word in words if word)
-    if not text and not seen.images:
-        text = NOTHING_SHOWN
-    if len(text) > limit:
-        text = text[:limit] + " ..."
-    return clean(text) + IMAGE * len(seen.images)
-
-
-def parse(text: str, ended: bool) -> tuple[str | None, str | None]:
-    """(code, answer) of one turn; None where there is none. What stands inside a closed <think>
-    is thought, not action. `ended`: the policy closed the message itself; a missing </code> is
-    then forgiven. A turn that the length limit cut gets no such favour.
-
-    >>> parse("<think> look </think><code>\\nprint(1)\\n</code>", ended=False)
-    ('\\nprint(1)\\n', None)
-    """
-    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
-    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    if ended and text.count("<code>") == text.count("</code>") + 1:
-        text += "</code>"
-    blocks = re.findall(r"<code>(.*?)</code>", text, re.DOTALL)
-    code = "\n".join(blocks) if blocks else None
-    return code, answers[0].strip() if len(answers) == 1 else None
-
 
 # --- Trajectories ------------------------------------------------------------------------------
 
@@ -179,7 +110,8 @@ class Trajectory:
 
     @property
     def tool_steps(self) -> list[Step]:
-        """T_tool of Eq. 6: the steps whose code was run, failed runs included."""
+        """T_tool of Eq. 6: the steps whose code went to the sandbox; failed and refused ones count
+        (rewards.tool_reward leaves out failures of ours)."""
         return [step for step in self.steps if step.observation is not None]
 
 
@@ -191,7 +123,7 @@ class Rules:
     temperature: float = 1.0  # 0: greedy (evaluation only)
     max_new_tokens: int = 1024  # per turn
     max_length: int = 16384  # tokens of a whole trajectory, image pads counted one by one
-    max_log_chars: int = 2000  # of one observation's text
+    max_log_chars: int = 2000  # of what one program printed; repairs and errors are never cut
     kv_budget_gb: float = 0.0  # memory for the KV cache of one wave of rows; 0: what is free
     sandboxes: int = 8  # programs that run at the same time
     patience: float = 1.0  # seconds until rows whose code has run go on without the slow ones
@@ -217,13 +149,17 @@ class Policy:
         # The policy may sample none of them but the end of its own message.
         tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
         added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
-        control = {id for token, id in added.items() if token not in tags or "sandbox" in token}
-        self.forbidden = sorted((control | set(range(len(tokenizer), V))) - {self.end_id})
+        may_say = {tag for tag in tags if "sandbox" not in tag} | {"<|im_end|>"}
+        control = {id for token, id in added.items() if token not in may_say}
+        self.forbidden = sorted(control | set(range(len(tokenizer), V)))
+        if self.pad_id not in self.forbidden:
+            raise ValueError(f"the pad token {tokenizer.pad_token!r} must be a control token")
         # Foreign text may contain neither those nor a tag, however it is tokenised.
         longest_first = sorted({*added, *tags}, key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, longest_first)))
         self.may_end = torch.zeros(V, dtype=torch.bool)  # [V] can this token close a turn?
-        self.may_end[[id for token, id in vocabulary.items() if ">" in token]] = True
+        ends = [id for token, id in vocabulary.items() if ">" in token]
+        self.may_end[sorted(set(ends) - set(self.forbidden) - {self.end_id})] = True
 
     @property
     def device(self) -> torch.device:
@@ -269,8 +205,8 @@ class Policy:
         return self.encode(text + "<|im_start|>assistant\n", pictures)
 
     def positions(self, ids: Tensor, mask: Tensor, grids: list[Tensor]) -> Tensor:
-        """[B, L] ids and mask -> [4, B, L]: a text row and the three of multimodal RoPE.
-        grids: those of every image of every row, in order.
+        """[B, L] ids and mask -> [4, B, L]: a text row, which generate counts on, and the three of
+        multimodal RoPE. grids: those of every image of every row, in order.
 
         Always explicit. Left to itself the model takes positions from whatever it saw last, which
         is silently wrong with a kept cache. Slots with mask 0 take no position, wherever they are.
@@ -326,23 +262,20 @@ def load_policy(name: str | Path, device: str | torch.device = "cpu") -> Policy:
 
 
 class EndOfTurn(StoppingCriteria):
-    """A row stops when its message ends or a code or answer block closes. We look at text, not at
-    token ids: in Qwen's vocabulary "</code>" may end in ">", ">\\n", ">." and many more. A row is
-    decoded only when its newest token has a ">" in it, so this costs next to nothing."""
+    """A row stops when a code or answer block closes (generate itself stops it at the message's
+    end). We look at text, not at token ids: in Qwen's vocabulary "</code>" may end in ">", ">\\n",
+    ">." and many more. A row is decoded only when its newest token has a ">" in it."""
 
     def __init__(self, policy: Policy, start: int) -> None:
         self.policy, self.start, self.may_end = policy, start, policy.may_end.to(policy.device)
-        self.length: dict[int, int] = {}  # row -> tokens of its turn, the stop included
 
     def __call__(self, ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
         done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for row in self.may_end[ids[:, -1]].nonzero()[:, 0].tolist():
+            # "</answer>" has 9 characters, so at most 9 tokens, and a few more for what merged.
             newest = ids[row, max(self.start, ids.shape[1] - 12) :].tolist()
             text = self.policy.tokenizer.decode(newest)
-            over = newest[-1] == self.policy.end_id or "</code>" in text or "</answer>" in text
-            if over and row not in self.length:
-                self.length[row] = ids.shape[1] - self.start
-                done[row] = True
+            done[row] = "</code>" in text or "</answer>" in text
         return done
 
 
@@ -359,22 +292,23 @@ def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Te
 
 @dataclass
 class Table:
-    """Rows in play together, and all that the next turn needs. Of the L slots of ids and mask the
-    cache holds the first C < L; the rest, and the pictures in it, are still to be read."""
+    """Rows that speak at the same time, and all that their next turn needs. Of the L slots of ids
+    and mask the cache holds the first C < L; the rest, and the pictures in it, are still to be
+    read. (A wave is as many groups as fit in memory; it starts as one table. A tail is what
+    generate writes behind a row that stopped early.)"""
 
     ids: Tensor  # [B, L]
     mask: Tensor  # [B, L] 0 where a slot is padding or a cut tail
     cache: DynamicCache
     live: list[Trajectory]  # B
-    turn: int = 0
-    unread: list[Picture] = field(default_factory=list)
+    unread: list[Picture] = field(default_factory=list)  # none after rows(): all has been read
 
     def rows(self, keep: list[int]) -> Table:
         cache = DynamicCache()
         for i, layer in enumerate(self.cache.layers):
             cache.update(layer.keys[keep], layer.values[keep], i)
         live = [self.live[i] for i in keep]
-        return Table(self.ids[keep], self.mask[keep], cache, live, self.turn)
+        return Table(self.ids[keep], self.mask[keep], cache, live)
 
     def squeeze(self) -> None:
         """Drop cached slots that are dead in every row, once a fifth of them is. Attention does
@@ -430,9 +364,11 @@ def _play_wave(
     policy: Policy, table: Table, sandboxes: dict[int, Sandbox], rules: Rules,
     pool: ThreadPoolExecutor, tally: Counter,
 ) -> None:  # fmt: skip
+    """Eq. 2 for one wave: act, run, observe, until every episode is over. `tables` is a queue."""
+
     def run(t: Trajectory, code: str) -> tuple[Observation, list[Picture]]:
         seen = sandboxes[id(t)].run(code)
-        return seen, policy.pictures(seen.images)
+        return seen, policy.pictures(seen.images)  # here, so that it overlaps with other programs
 
     def leave(trajectories: list[Trajectory]) -> None:
         for t in trajectories:
@@ -446,8 +382,7 @@ def _play_wave(
             # Observe. Finished rows leave; the others get what their code showed.
             with stopwatch(tally, "sandbox"):
                 shown = [program.result() for program in programs]
-            last = table.turn == rules.turns
-            pieces = [listen(policy, t, *s, rules, last) for t, s in zip(table.live, shown)]
+            pieces = [listen(policy, t, *s, rules) for t, s in zip(table.live, shown)]
             stay = [row for row, piece in enumerate(pieces) if piece is not None]
             leave(table.live)
             if not stay:
@@ -503,7 +438,6 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
     """One turn of every row: its new ids. They are appended to the table; rows that stopped early
     carry pads behind, and mask 0 hides those from all that follows."""
     start = table.ids.shape[1]
-    end = EndOfTurn(policy, start)
     # generate() fills what a GenerationConfig leaves unset from the model's own, and released
     # checkpoints carry near-greedy values and a repetition penalty there. So: none of its own.
     policy.model.generation_config = GenerationConfig()
@@ -517,18 +451,17 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
     output = policy.model.generate(
         input_ids=table.ids, attention_mask=table.mask, cache=table.cache,
         position_ids=policy.positions(table.ids, table.mask, grids),
-        generation_config=config, stopping_criteria=StoppingCriteriaList([end]),
+        generation_config=config, 
+        stopping_criteria=StoppingCriteriaList([EndOfTurn(policy, start)]),
         synced_gpus=False, **policy.model_images(table.unread),
     )  # fmt: skip
     new = output.sequences[:, start:]
-    lengths = [end.length.get(row, new.shape[1]) for row in range(len(new))]
-    slots = torch.arange(new.shape[1], device=new.device)
-    alive = slots < torch.tensor(lengths, device=new.device)[:, None]
+    alive = new != policy.pad_id  # forbidden to the policy: generate writes it behind a stop
+    lengths = alive.sum(1).tolist()
     tally["prefilled_tokens"] += sum(len(t.ids) - t.steps[-1].end for t in table.live if t.steps)
     tally["generated_tokens"] += sum(lengths)
     tally["images"] += len(table.unread)
     table.ids, table.mask = output.sequences, torch.cat([table.mask, alive.long()], 1)
-    table.turn += 1
     return [row[:n] for row, n in zip(new.tolist(), lengths)]
 
 
@@ -541,7 +474,7 @@ def stopwatch(tally: Counter, name: str) -> Iterator[None]:
 
 def rows_that_fit(policy: Policy, rules: Rules) -> int:
     """How many rows of max_length slots the KV cache has room for: keys and values of every layer
-    (57 kB a slot for the 7B in bf16). Without a budget: 80 % of the memory that is free now."""
+    (115 kB a slot for the 7B in fp32). Without a budget: 80 % of the memory that is free now."""
     c = policy.model.config.text_config
     width = c.hidden_size // c.num_attention_heads * c.num_key_value_heads
     slot = 2 * c.num_hidden_layers * width * policy.model.dtype.itemsize
@@ -566,24 +499,23 @@ def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | Non
     start = len(trajectory.ids)
     trajectory.act(reply)
     text = policy.tokenizer.decode(reply, skip_special_tokens=True)
-    ended = reply[-1] == policy.end_id
-    code, answer = parse(text, ended)
+    closed = reply[-1] == policy.end_id
+    code, answer = parse(text, closed)
     if answer is not None:
         code, trajectory.answer, trajectory.ended = None, answer, "answered"
     elif code is None:
-        trajectory.ended = "no_action" if ended else "length"
+        trajectory.ended = "no_action" if closed else "length"
     trajectory.steps.append(Step(text, code, None, start, len(trajectory.ids)))
     return code
 
 
 def listen(
-    policy: Policy, trajectory: Trajectory, seen: Observation, pictures: list[Picture],
-    rules: Rules, last: bool,
-) -> Encoded | None:  # fmt: skip
+    policy: Policy, trajectory: Trajectory, seen: Observation, pictures: list[Picture], rules: Rules
+) -> Encoded | None:
     """The world replied. Returns the piece that was appended, or None if the episode is over: it
     was the last turn, or the piece would not fit (it is then absent as a whole, never cut)."""
     trajectory.steps[-1].observation = seen
-    if last:
+    if len(trajectory.steps) == rules.turns:
         trajectory.ended = "turns"
         return None
     closed = trajectory.ids[-1] == policy.end_id
@@ -596,11 +528,8 @@ def listen(
 
 
 def check_fits(policy: Policy, sample: Sample, prompt: Encoded, rules: Rules) -> None:
-    """A prompt must leave room for a turn, and pads must match pixels; else say so by name."""
-    pads, merge = prompt.ids.count(policy.image_id), policy.image_processor.merge_size**2
-    visual = sum(int(p.grid.prod()) // merge for p in prompt.pictures)
-    if pads != visual:
-        raise ValueError(f"sample {sample.id}: {pads} image pads for {visual} visual tokens")
+    """A prompt must leave room for a turn; else say so by name."""
+    visual = prompt.ids.count(policy.image_id)
     room = rules.max_length - rules.max_new_tokens
     if len(prompt.ids) > room:
         raise ValueError(
@@ -618,6 +547,6 @@ if __name__ == "__main__":
     look = crop_turn(" I need a closer look .", (0, 64, 64, 128))
     with Sandbox(question.image) as sandbox:
         seen = sandbox.run(speak(policy, t, policy.encode(look, []).ids))
-    listen(policy, t, seen, policy.pictures(seen.images), Rules(), last=False)
+    listen(policy, t, seen, policy.pictures(seen.images), Rules())
     for token, acted in zip(policy.tokenizer.convert_ids_to_tokens(t.ids), t.acted):
         print("policy" if acted else "world ", token)

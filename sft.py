@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from PIL import Image
@@ -26,10 +27,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from data import COLORS, GRID, SIZE, TEXTURES, Demonstration, Scene
+from data import COLORS, GRID, IMAGE, SIZE, TAGS, TEXTURES, Demonstration, Scene
 from data import cell_name, crop_turn, draw_scene, neutral_sample, search_sample
-from grpo import Row, group_row, micro_batches, score, step
-from rollout import IMAGE, TAGS, Policy, Rules, Trajectory, begin, listen, speak
+from grpo import Row, apply_gradient, group_row, log_probs, micro_batches
+from rollout import Policy, Rules, Trajectory, begin, listen, speak
 from sandbox import Sandbox
 
 # ---------------------------------------------------------------------------------------------
@@ -40,15 +41,14 @@ from sandbox import Sandbox
 def replay(policy: Policy, demo: Demonstration, rules: Rules = Rules()) -> Trajectory:
     """A demonstration as a Trajectory: the demonstrator's words are the actions, and what they
     show comes from the same sandbox that the policy will meet."""
+    rules = replace(rules, turns=len(demo.turns))
     trajectory = begin(demo.sample, policy.encode_prompt(demo.sample))
     with Sandbox(demo.sample.image, rules.limits, rules.allow_weak_sandbox) as sandbox:
-        for i, text in enumerate(demo.turns):
+        for text in demo.turns:
             code = speak(policy, trajectory, policy.encode(text, []).ids)
-            if code is None:
-                break
-            observation = sandbox.run(code)
-            pictures = policy.pictures(observation.images)
-            listen(policy, trajectory, observation, pictures, rules, last=i == len(demo.turns) - 1)
+            if code is not None:
+                seen = sandbox.run(code)
+                listen(policy, trajectory, seen, policy.pictures(seen.images), rules)
             if trajectory.ended:
                 break
     return trajectory
@@ -73,7 +73,7 @@ def mean_logp(policy: Policy, rows: list[Row], row_tokens: int, learn: bool) -> 
     total = 0.0
     for batch in micro_batches(rows, row_tokens):
         with torch.set_grad_enabled(learn):
-            logp, _ = score(policy, batch)
+            logp, _ = log_probs(policy, batch)
             if learn:
                 (-logp.sum() / tokens).backward()
         total += logp.sum().item()
@@ -103,7 +103,7 @@ def imitate(
             group["lr"] = rate(i)
         optimizer.zero_grad()
         loss = -mean_logp(policy, batch_of(i), row_tokens, learn=True)
-        norm = step(policy.model, optimizer, max_grad_norm=1.0)
+        norm = apply_gradient(policy.model, optimizer, max_grad_norm=1.0)
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         if after(i, loss, norm):
             return i + 1
@@ -339,7 +339,7 @@ def skill(policy: Policy, rows: list[Row], row_tokens: int) -> dict[str, float]:
     hits: dict[str, list[bool]] = {name: [] for name in words}
     for batch in micro_batches(rows, row_tokens):
         with torch.no_grad():
-            sure = (score(policy, batch)[0] > -0.6931).tolist()
+            sure = (log_probs(policy, batch)[0] > -0.6931).tolist()
         labels = torch.cat([row.labels for row in batch]).tolist()
         for label, hit in zip(labels, sure):
             word = policy.tokenizer.decode([label])

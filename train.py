@@ -3,8 +3,9 @@ train.py: the whole method as a story. Act, judge, compare, learn, report.
 
 Concept     Stage 1 (SFT) teaches the policy to speak the format; stage 2 (TAPO) teaches it to look
             where the evidence is. `main` is the table of contents; every verb has its own file.
-Paper       CodeV, arXiv:2511.19661, Sec. 3 and 4
-In          the command line, which is the Config below and nothing else
+Paper       CodeV, arXiv:2511.19661, the method and its training
+In          the command line, which is the Config below and nothing else (so no annotations as
+            strings in this file: the types of its fields make the flags)
 Out         a folder with config.json, log.jsonl, summary.json, curves.png, report.html, sft/, rl/
 Left out    several GPUs: one process for now; public data sets
 Read next   rollout.py, rewards.py, grpo.py: the verbs in their order
@@ -46,8 +47,8 @@ from sft import imitate, mean_logp, pretrain_tiny, replay_all, rows_of, shuffled
 
 
 def knob(default, source: str, help: str, choices: tuple = ()):
-    """A field of Config. source: whose number the default is: paper, verl, thyme or ours."""
-    text = f"{help} [{source}]".replace("%", "%%")  # argparse formats it
+    """A field of Config. source: whose number its default is: paper, verl, thyme or ours."""
+    text = f"{help} [{source}: {default}]".replace("%", "%%")  # argparse formats it
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
@@ -75,11 +76,12 @@ class Config:
     rl_steps: int = knob(200, "paper", "steps of stage 2")
     questions: int = knob(256, "paper", "questions per step")
     rollouts: int = knob(8, "paper", "K, rollouts per question")
-    turns: int = knob(5, "ours", "T, turns of one rollout (the paper evaluates with 10)")
+    turns: int = knob(5, "ours", "T, turns of one rollout, in training and in its evaluation")
     temperature: float = knob(1.0, "paper", "of the sampler, and of every log-probability")
     max_new_tokens: int = knob(1024, "ours", "tokens of one turn")
     max_length: int = knob(16384, "ours", "tokens of a whole trajectory")
-    max_log_chars: int = knob(2000, "ours", "characters of one observation's text")
+    max_log_chars: int = knob(2000, "ours", "characters of what one program printed; errors and "
+                              "repairs are told in full")
 
     reward: str = knob("tapo", "paper", "what stage 2 rewards", tuple(REWARDS))
     lambda_acc: float = knob(1.0, "ours", "weight of a right answer, Eq. 5")
@@ -89,10 +91,10 @@ class Config:
                          tuple(ADVANTAGES))
     ratio_anchor: str = knob("old", "ours", "denominator of Eq. 3; the paper prints ref",
                              ("old", "ref"))
-    loss_agg: str = knob("token", "ours", "average over all tokens, or over each rollout's first",
+    loss_agg: str = knob("token", "verl", "average over all tokens, or over each rollout's first",
                          tuple(LOSS_AVERAGES))
     eps: float = knob(0.2, "verl", "clip range of Eq. 4")
-    beta: float = knob(1e-3, "verl", "KL weight of Eq. 4; 0 loads no reference model")
+    beta: float = knob(1e-3, "verl", "KL weight of Eq. 4; at 0 the reference model is not loaded")
     mask_truncated: bool = knob(False, "ours", "rollouts out of turns or length teach nothing")
     updates: int = knob(1, "verl", "optimiser steps per batch of rollouts")
     rl_lr: float = knob(1e-6, "paper", "learning rate of stage 2")
@@ -204,32 +206,17 @@ def weights(config: Config) -> Weights:
 
 
 def rules(config: Config) -> Rules:
-    return Rules(
-        turns=config.turns,
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        max_length=config.max_length,
-        max_log_chars=config.max_log_chars,
-        kv_budget_gb=config.kv_budget_gb,
-        patience=config.patience,
-        sandboxes=config.sandboxes,
-        limits=Limits(seconds=config.sandbox_seconds),
-        allow_weak_sandbox=config.allow_weak_sandbox,
-    )
+    return Rules(limits=Limits(seconds=config.sandbox_seconds), **shared_fields(config, Rules))
 
 
 def objective(config: Config) -> Objective:
-    return Objective(
-        eps=config.eps,
-        beta=config.beta,
-        temperature=config.temperature,
-        ratio_anchor=config.ratio_anchor,
-        loss_agg=config.loss_agg,
-        mask_truncated=config.mask_truncated,
-        updates=config.updates,
-        row_tokens=config.row_tokens,
-        max_grad_norm=config.max_grad_norm,
-    )
+    return Objective(**shared_fields(config, Objective))
+
+
+def shared_fields(config: Config, kind: type) -> dict:
+    """The fields that Config and another dataclass have in common, by name."""
+    names = {f.name for f in fields(kind)} & {f.name for f in fields(Config)}
+    return {name: getattr(config, name) for name in names}
 
 
 class Run:
@@ -257,6 +244,7 @@ class Run:
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in line.items()}
         self.log_file.write(json.dumps(rounded).encode() + b"\n")
         self.log_file.flush()
+        # (times.jsonl is not cut on resume: what was done twice stands there twice.)
         with open(self.folder / "times.jsonl", "a") as file:
             print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
         self.lap = {}
@@ -330,7 +318,7 @@ def write_json(path: Path, value: dict) -> None:
 
 def measure_policy(run: Run, config: Config, policy: Policy, out: Path | None = None) -> dict:
     """The toy's yardstick: the same questions and the same sampling seed for every run. At
-    temperature 1 shares mirror the policy; greedily it would hide what it does 4 times in 10."""
+    temperature 1 shares mirror the policy; greedy decoding shows only its likeliest routes."""
     with run.clock("evaluation"):
         questions = load_toy(config.eval_questions, shortcut=config.shortcut)
         yardstick = replace(rules(config), temperature=1.0)
@@ -377,8 +365,8 @@ def report_step(run, config, step, groups, rewards, learnt, tally, seconds) -> N
     played, flat = ([x for group in nested for x in group] for nested in (groups, judged))
     seen = rates(played, flat)
     line = {"stage": "rl", "step": step} | summary(groups, rewards) | learnt
-    line |= {name: seen[name] for name in
-             ("accuracy", "tool_use", "faithful", "crop_area", "error_rate")}  # fmt: skip
+    line["useful_calls"] = sum((s or 0) > 0 for r in flat for s in r.steps) / len(flat)
+    line |= {name: seen[name] for name in ("tool_use", "faithful", "crop_area", "error_rate")}
     line |= {name: n for name, n in tally.items() if not name.endswith("_seconds")}
     shown = ("answer", "tools", "tool_use", "faithful", "calls", "kl", "grad_norm")
     words = [f"{name} {line[name]:.3f}" for name in shown if line[name] is not None]
@@ -415,12 +403,13 @@ def main() -> None:
     # Stage 2, TAPO. Look where the evidence is.
     sft = run.folder / "sft"
     policy, optimizer = run.open(config, sft, config.rl_lr, (0.9, 0.95), device)
-    reference = load_policy(sft, device) if config.beta > 0 else None
+    compared = config.beta > 0 or config.ratio_anchor == "ref"
+    reference = load_policy(sft, device) if compared else None
 
     for step in run.steps_left(config.rl_steps):
-        began, tally, seed = time.perf_counter(), Counter(), f"{config.seed}-{step}"
-        torch.manual_seed(random.Random(f"sampling {seed}").getrandbits(63))
-        questions = toy_questions(config.questions, seed, config.shortcut)
+        began, tally, key = time.perf_counter(), Counter(), f"{config.seed}-{step}"
+        torch.manual_seed(random.Random(f"sampling {key}").getrandbits(63))
+        questions = toy_questions(config.questions, key, config.shortcut)
 
         # 1. Act. K rollouts of every question, tool calls and all.           rollout.py, Eq. 2
         with run.clock("act"):
@@ -428,10 +417,10 @@ def main() -> None:
 
         # 2. Judge. Was it right, and did the tools show the evidence?        rewards.py, Eqs. 5, 6
         with run.clock("judge"):
-            rng = random.Random(f"reward {seed}")
+            rng = random.Random(f"reward {key}")
             rewards = score(groups, config.reward, BoxJudge(), weights(config), rng)
 
-        # 3. Compare. Each rollout against the others of its own question.    grpo.py, Sec. 3
+        # 3. Compare. Each rollout against the others of its own question.    grpo.py
         total = torch.tensor([[r.total or 0.0 for r in group] for group in rewards])  # [G, K]
         verdict = torch.tensor([[r.total is not None for r in group] for group in rewards])
         advantage = ADVANTAGES[config.adv_norm](total, verdict)  # [G, K]

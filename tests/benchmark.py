@@ -40,7 +40,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # noqa
 
 import rollout  # noqa: E402
 from data import Sample  # noqa: E402
-from grpo import Objective, Scorer, advantage_std, group_row, learn, score  # noqa: E402
+from grpo import Objective, Scorer, advantage_std, group_row, learn, log_probs  # noqa: E402
 from rollout import Policy, Rules, begin, play, speak  # noqa: E402
 from sandbox import Limits, Observation, Sandbox  # noqa: E402
 from sft import tiny_tokenizer  # noqa: E402
@@ -122,9 +122,9 @@ def ours_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = TU
 @torch.no_grad()
 def plain_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = TURNS) -> list:
     """The usual way: each turn encodes the whole history of each rollout, pictures included."""
-    rules = Rules(max_new_tokens=NEW, max_length=8192)
+    rules = Rules(turns=turns, max_new_tokens=NEW, max_length=8192)
     rows = [begin(sample, policy.encode_prompt(sample)) for _ in range(rollouts)]
-    for turn in range(1, turns + 1):
+    for _ in range(turns):
         ids, mask = rollout.left_pad([t.ids for t in rows], policy.pad_id, policy.device)
         output = policy.model.generate(
             input_ids=ids, attention_mask=mask,
@@ -137,7 +137,7 @@ def plain_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = T
         for t, reply in zip(rows, output[:, ids.shape[1] :].tolist()):
             always_code(policy, t, reply)
             pictures = policy.pictures(Eyes.shown.images)
-            rollout.listen(policy, t, Eyes.shown, pictures, rules, last=turn == turns)
+            rollout.listen(policy, t, Eyes.shown, pictures, rules)
     return rows
 
 
@@ -224,7 +224,7 @@ def padded_logp(policy: Policy, trajectories: list) -> torch.Tensor:
 def agree(policy: Policy, trajectories: list) -> None:
     """Both ways must give the same numbers, or the race is void."""
     with torch.no_grad():
-        ours = score(policy, [group_row(policy, list(enumerate(trajectories)))])[0]
+        ours = log_probs(policy, [group_row(policy, list(enumerate(trajectories)))])[0]
         plain = padded_logp(policy, trajectories)
     assert (ours - plain).abs().max() < 1e-4, "ours and the baseline disagree"
 
@@ -235,7 +235,7 @@ def learning(visual: int, bound: float, repeats: int) -> bool:
     agree(policy, trajectories)
 
     def ours() -> None:
-        score(policy, [group_row(policy, list(enumerate(trajectories)))])[0].sum().backward()
+        log_probs(policy, [group_row(policy, list(enumerate(trajectories)))])[0].sum().backward()
 
     spent = paired(ours, lambda: padded_logp(policy, trajectories).sum().backward(), repeats)
     P = trajectories[0].prompt

@@ -12,7 +12,7 @@ from PIL import Image
 
 import rollout
 from data import Sample
-from grpo import group_row, score
+from grpo import group_row, log_probs
 from rollout import Rules, load_policy, play
 
 MAKE = Path(__file__).resolve().parent.parent.parent / "shared" / "standin" / "make_checkpoint.py"
@@ -54,7 +54,7 @@ def test_the_group_row_has_the_gradient_of_one_row_each(standin, played):
     def gradient(batches):
         standin.model.zero_grad()
         for batch in batches:
-            logp, owner = score(standin, batch)
+            logp, owner = log_probs(standin, batch)
             (logp * weight[owner]).sum().backward()
         return torch.cat(
             [p.grad.flatten() for p in standin.model.parameters() if p.grad is not None]

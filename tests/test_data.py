@@ -113,3 +113,5 @@ def test_pictures_are_upright_opaque_and_rgb(tmp_path):
     assert upright_rgb(clear_red).getpixel((2, 2)) == (255, 255, 255)
     for mode in ("L", "1", "LA", "P", "CMYK", "I;16"):
         assert upright_rgb(Image.new(mode, (5, 5))).mode == "RGB"
+    sample = Sample("s", Image.open(tmp_path / "a.jpg"), "?", "!")
+    assert sample.image.size == (180, 300) and sample.image.mode == "RGB"

@@ -173,7 +173,7 @@ def test_keep_points_at_the_token_before_each_acted_token(policy, played):
 def test_score_equals_a_fresh_forward_of_each_trajectory(policy, played):
     rows = [r for g in (0, 3) for r in group_rows(policy, list(enumerate(played))[g : g + 3], 8192)]
     with torch.no_grad():
-        logp, owner = grpo.score(policy, rows)
+        logp, owner = grpo.log_probs(policy, rows)
     for i, t in enumerate(played):
         logits = fresh_logits(policy, t)
         logits[:, policy.forbidden] = float("-inf")
@@ -187,8 +187,8 @@ def test_a_branch_does_not_see_its_siblings(policy, played):
     step = changed[0].steps[0]
     changed[0].ids[step.start : step.end] = [99] * (step.end - step.start)
     with torch.no_grad():
-        before, owner = grpo.score(policy, [group_row(policy, list(enumerate(played[:3])))])
-        after, _ = grpo.score(policy, [group_row(policy, list(enumerate(changed)))])
+        before, owner = grpo.log_probs(policy, [group_row(policy, list(enumerate(played[:3])))])
+        after, _ = grpo.log_probs(policy, [group_row(policy, list(enumerate(changed)))])
     assert not torch.allclose(before[owner == 0], after[owner == 0])
     torch.testing.assert_close(before[owner > 0], after[owner > 0], rtol=0, atol=1e-6)
 
@@ -196,7 +196,7 @@ def test_a_branch_does_not_see_its_siblings(policy, played):
 def gradient(policy: Policy, rows, weight, budget=8192):
     policy.model.zero_grad()
     for batch in micro_batches(rows, budget):
-        logp, owner = grpo.score(policy, batch)
+        logp, owner = grpo.log_probs(policy, batch)
         (logp * weight[owner]).sum().backward()
     return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
 
@@ -365,6 +365,20 @@ def _only_nonempty(group_rows, seen):
     return spy
 
 
+def test_entropy_does_not_fall_because_groups_are_constant(policy, played):
+    """Without KL they are not scored, so they must not be counted either."""
+    A = torch.cat([torch.zeros(3), A6[3:]])
+    part = a_step(policy, played, A, beta=0.0)[0]
+    alone = a_step(policy, [*played[3:], *played[3:]], torch.cat([A6[3:], A6[3:]]), beta=0.0)[0]
+    assert part["entropy"] == pytest.approx(alone["entropy"], rel=1e-4)
+    assert part["kl"] is None
+
+
+def test_the_printed_ratio_needs_its_reference(policy, played):
+    with pytest.raises(ValueError, match="--ratio-anchor ref"):
+        a_step(policy, played, A6, beta=0.0, ratio_anchor="ref")
+
+
 def test_masked_truncated_rollouts_leave_loss_and_denominator(policy, played):
     cut = copy.deepcopy(played)
     cut[2].ended = "turns"
@@ -376,7 +390,8 @@ def test_masked_truncated_rollouts_leave_loss_and_denominator(policy, played):
     assert (masked[1] - scale * without[1]).norm() / masked[1].norm() <= 1e-5
     everything = [copy.deepcopy(cut[2]) for _ in range(6)]
     report, gradient = a_step(policy, everything, A6, mask_truncated=True)
-    assert all(math.isfinite(v) for v in report.values()) and gradient.eq(0).all()
+    assert report["loss"] == 0 and report["skipped"] == 0 and gradient.eq(0).all()
+    assert report["entropy"] is None  # nothing was scored
 
 
 def test_what_was_observed_is_never_a_label(policy, played):

@@ -616,7 +616,6 @@ def test_the_log_line_by_hand():
             "tools": (1 + 0 + 0 + 0 + 1) / 5,
             "format": -2 / 6,
             "calls": 7 / 6,
-            "useful_calls": 4 / 6,
             "constant_groups": 2 / 3,
             "no_verdict": 1,
             "environment": 0,

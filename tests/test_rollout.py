@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import GenerationConfig
 
+import data
 import rollout
-from data import Sample, toy_questions
-from rollout import Encoded, Policy, Rules, Trajectory, load_policy, parse, play
+from data import Sample, parse, toy_questions
+from rollout import Encoded, Policy, Rules, Trajectory, load_policy, play
 from sandbox import Observation
 
 
@@ -252,7 +253,7 @@ def test_an_observation_is_whole_or_absent(policy, samples):
         for text, seen in zip(script, [*shown, None]):
             rollout.speak(policy, t, policy.encode(text, []).ids)
             if not t.ended:
-                rollout.listen(policy, t, seen, policy.pictures(seen.images), rules, last=False)
+                rollout.listen(policy, t, seen, policy.pictures(seen.images), rules)
             if t.ended:
                 break
         endings.add((t.ended, len(t.images)))
@@ -295,7 +296,7 @@ def test_unfinished_code_runs_only_if_the_message_ended(policy, samples):
     ],
 )
 def test_parser_table(text, code, answer):
-    assert parse(text, ended=False) == (code, answer)
+    assert parse(text, closed=False) == (code, answer)
 
 
 @given(st.text(), st.text())
@@ -318,10 +319,10 @@ hostile = st.lists(
 def test_foreign_text_cannot_forge_a_turn_an_image_or_a_tag(policy, text):
     ids = policy.encode(policy.neutralise(text), []).ids
     tags = {
-        policy.tokenizer.convert_tokens_to_ids(f"<{s}{t}>") for t in rollout.TAGS for s in ("", "/")
+        policy.tokenizer.convert_tokens_to_ids(f"<{s}{t}>") for t in data.TAGS for s in ("", "/")
     }
     assert not set(ids) & (set(policy.forbidden) | {policy.end_id} | tags)
-    assert parse(policy.neutralise(text), ended=True) == (None, None)
+    assert parse(policy.neutralise(text), closed=True) == (None, None)
 
 
 @given(st.text(string.printable, max_size=40))
@@ -344,16 +345,16 @@ def test_a_log_cannot_answer_or_speak_for_the_policy(policy, samples):
 
 def test_an_observation_tells_of_every_repair_and_error():
     seen = Observation(text="2\n", notes=["note: a"], error="ValueError: b")
-    text = rollout.observation_text(seen, str, limit=1000)
-    assert text.splitlines() == ["2", "note: a", "ValueError: b", rollout.FIX_IT]
-    assert rollout.observation_text(Observation(), str, 1000) == rollout.NOTHING_SHOWN
-    assert rollout.observation_text(Observation(text="x" * 50), str, 10) == "x" * 10 + " ..."
+    text = data.observation_text(seen, str, limit=1)  # the limit is the log's
+    assert text.splitlines() == ["2", "note: a", "ValueError: b", data.FIX_IT]
+    assert data.observation_text(Observation(), str, 1000) == data.NOTHING_SHOWN
+    assert data.observation_text(Observation(text="x" * 50), str, 10) == "x" * 10 + " ..."
 
 
 def test_the_size_in_the_prompt_is_the_size_that_code_sees(policy):
     image = Image.new("RGB", (300, 180))
     sample = Sample("s", image, "How wide?", "300")
-    text = "".join(p.get("text", "") for p in rollout.messages(sample, str)[1]["content"])
+    text = "".join(p.get("text", "") for p in data.messages(sample, str)[1]["content"])
     with scripted(policy, [["<code>\nprint(image.size)\n</code>", SHORT]]):
         ((t,),) = play(policy, [sample], 1, RULES)
     assert "300x180" in text and t.steps[0].observation.text.strip() == "(300, 180)"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,8 @@ def test_every_flag_has_help_a_default_and_a_source(capsys):
     out = capsys.readouterr().out
     for f in fields(Config):
         assert f"--{f.name.replace('_', '-')} " in out
-        assert f.metadata["help"].endswith(("[paper]", "[verl]", "[thyme]", "[ours]"))
+        source = re.search(r"\[(paper|verl|thyme|ours): (.*)\]$", f.metadata["help"])
+        assert source and source[2] == str(f.default)
     defaults = " ".join(out.split()).count("(default:")
     assert defaults == len(fields(Config))
 
