@@ -51,7 +51,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from data import TAGS, Sample, messages, observation_text, parse
 from sandbox import Limits, Observation, Sandbox
 
-# --- Trajectories ------------------------------------------------------------------------------
+# Trajectories
 
 
 class Picture(NamedTuple):
@@ -131,7 +131,7 @@ class Rules:
     allow_weak_sandbox: bool = False
 
 
-# --- The policy --------------------------------------------------------------------------------
+# The policy
 
 
 class Policy:
@@ -287,7 +287,7 @@ def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Te
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-# --- Playing ---------------------------------------------------------------------------------
+# Playing
 
 
 @dataclass

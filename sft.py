@@ -1,11 +1,12 @@
 """
 sft.py: learn to speak the game by imitation; and where the tiny model comes from.
 
-Concept     Stage 1 is stage 2 with A = 1 on demonstrations: the loss is -mean log pi of the acted
-            tokens, computed by the same scorer on the same rows. There is no second masking.
-            The same loop also makes `tiny/`, a stand-in for "a pretrained VLM" that fits in a
-            commit: a Qwen2.5-VL of a few layers that can see the toy world of data.py.
-Paper       CodeV, arXiv:2511.19661, Sec. 3 (cold start); Thyme's recipe for the released model
+Concept     Stage 1 is stage 2 with A = 1 and beta = 0 on demonstrations: the loss is -mean log pi
+            of the acted tokens, computed by the same scorer on the same rows. There is no second
+            masking. The same loop also makes `tiny/`, a stand-in for "a pretrained VLM" that fits
+            in a commit: a Qwen2.5-VL of a few layers that can see the toy world of data.py.
+Paper       CodeV, arXiv:2511.19661, stage 1 (cold start). Its recipe for the 7B, Thyme's, is not
+            reproduced here: 3 epochs, vision tower frozen, last rounds only
 In          Trajectories in which a demonstrator acted
 Out         a policy that speaks the format and mirrors the mixture of its demonstrations
 Left out    the public data set Thyme-SFT: not loaded yet
@@ -14,6 +15,7 @@ Read next   grpo.py (the rows and the scorer), data.py (what is demonstrated)
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +35,7 @@ from grpo import Row, apply_gradient, group_row, log_probs, micro_batches
 from rollout import Policy, Rules, Trajectory, begin, listen, speak
 from sandbox import Sandbox
 
-# ---------------------------------------------------------------------------------------------
 # One loop for everything that imitates
-# ---------------------------------------------------------------------------------------------
 
 
 def replay(policy: Policy, demo: Demonstration, rules: Rules = Rules()) -> Trajectory:
@@ -132,9 +132,7 @@ def shuffled(n: int, batch: int, seed: int | str) -> Callable[[int], list[int]]:
     return batch_of
 
 
-# ---------------------------------------------------------------------------------------------
-# tiny/: the network
-# ---------------------------------------------------------------------------------------------
+# Stage 1 ends here; the rest of this file makes tiny/ and may be skipped. First the network.
 
 PATCH = 8  # pixels; two by two patches make one visual token
 VIEW = 64  # pixels: what the tiny model sees of any image, 16 visual tokens for a square one
@@ -234,9 +232,7 @@ def tiny_policy(seed: int) -> Policy:
     return Policy(model, tokenizer, processor)
 
 
-# ---------------------------------------------------------------------------------------------
-# tiny/: what it is pretrained on
-# ---------------------------------------------------------------------------------------------
+# What tiny/ is pretrained on
 
 Pack = list[tuple[str | Image.Image, bool]]  # pieces of text or images; True: to be learnt
 
@@ -339,7 +335,7 @@ def skill(policy: Policy, rows: list[Row], row_tokens: int) -> dict[str, float]:
     hits: dict[str, list[bool]] = {name: [] for name in words}
     for batch in micro_batches(rows, row_tokens):
         with torch.no_grad():
-            sure = (log_probs(policy, batch)[0] > -0.6931).tolist()
+            sure = (log_probs(policy, batch)[0] > math.log(0.5)).tolist()
         labels = torch.cat([row.labels for row in batch]).tolist()
         for label, hit in zip(labels, sure):
             word = policy.tokenizer.decode([label])
@@ -364,27 +360,28 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
     mixtures = {1: dict(reading=16, grounding=48),
                 2: dict(reading=8, grounding=20, look=20, colour=16)}  # fmt: skip
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0)
-    began = [None]  # the step at which phase 2 began
+    began: int | None = None  # the step at which phase 2 began
 
     def batch_of(i: int) -> list[Row]:
         rng = random.Random(f"pretrain {seed} {i}")
-        mixture = mixtures[1 if began[0] is None else 2]
+        mixture = mixtures[1 if began is None else 2]
         return [row for kind, n in mixture.items() for row in rng.sample(rows[kind], n)]
 
     def rate(i: int) -> float:
-        if began[0] is None:
+        if began is None:
             return peak * min(1.0, (i + 1) / 30)
-        done = (i - began[0]) / phase_2
-        return peak * min(1.0, (i - began[0] + 1) / 10, (1 - done) / 0.6) + 1e-5
+        done = (i - began) / phase_2
+        return peak * min(1.0, (i - began + 1) / 10, (1 - done) / 0.6) + 1e-5
 
-    def after(i: int, loss: float, norm: float) -> bool:
+    def after(i: int, loss: float, norm: float | None) -> bool:
+        nonlocal began
         if (i + 1) % 20 == 0:
             now = {kind: skill(policy, small[kind], row_tokens) for kind in PACKS}
             say(f"step {i + 1}  loss {loss:.3f}  " + show(now))
             lifted = now["grounding"]["cell"] >= 0.95 and now["reading"]["texture"] >= 0.95
-            if began[0] is None and (lifted or i + 1 >= 500):
-                began[0] = i + 1
-        return began[0] is not None and i + 1 - began[0] >= phase_2
+            if began is None and (lifted or i + 1 >= 500):
+                began = i + 1
+        return began is not None and i + 1 - began >= phase_2
 
     imitate(policy, optimizer, batch_of, 500 + phase_2, rate, row_tokens, after=after, title="tiny")
     now = {kind: skill(policy, held_out[kind], row_tokens) for kind in PACKS}
