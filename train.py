@@ -118,8 +118,8 @@ class Config:
 PRESETS = {
     # ours throughout: measured on the toy, with no claim beyond it
     "toy": dict(
-        threads=1, sft_batch=32, sft_lr=4e-3, rl_steps=60, questions=12, turns=3,
-        max_new_tokens=32, max_length=1024, max_log_chars=96, rl_lr=1.5e-4,
+        threads=1, sft_batch=32, sft_lr=4e-3, rl_steps=120, questions=12, turns=3,
+        max_new_tokens=32, max_length=1024, max_log_chars=96, rl_lr=7.5e-5,
         kv_budget_gb=1.0, patience=60.0, activation_checkpointing=False,
     ),
     "tiny-base": dict(threads=1, seed=2, out="tiny"),
