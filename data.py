@@ -148,9 +148,10 @@ def parse(text: str, closed: bool) -> tuple[str | None, str | None]:
     ('\\nprint(1)\\n', None)
     """
     text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
-    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     if closed and text.count("<code>") == text.count("</code>") + 1:
         text += "</code>"
+    words = re.sub(r"<code>.*?(</code>|$)", "", text, flags=re.DOTALL)  # code may print a tag
+    answers = re.findall(r"<answer>(.*?)</answer>", words, re.DOTALL)
     blocks = re.findall(r"<code>(.*?)</code>", text, re.DOTALL)
     code = "\n".join(blocks) if blocks else None
     return code, answers[0].strip() if len(answers) == 1 else None

@@ -459,6 +459,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             compare(columns, args.out / "compare.png")
             print(table(columns), args.out / "compare.png", sep="\n\n")
             return
+        if (args.out / "state.json").exists():
+            raise ValueError(f"{args.out} holds a training run: give --out another folder")
         if args.bench == "toy" and args.data:
             raise ValueError(f"the toy world is drawn, not read: drop --data {args.data}")
         for name, low in (("n", 1), ("turns", 1), ("temperature", 0)):

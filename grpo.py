@@ -325,7 +325,9 @@ def learn(
                 report["clip_fraction"] += (w * clipped).sum().item()
         for name in ("kl", "entropy", "clip_fraction"):
             report[name] = report[name] / scored if scored else None
-        norm = apply_gradient(policy.model, optimizer, objective.max_grad_norm)
+        if broken:
+            optimizer.zero_grad()
+        norm = None if broken else apply_gradient(policy.model, optimizer, objective.max_grad_norm)
         if norm is None:
             log.error("step skipped, not finite: %s", sorted(broken) or "the whole gradient")
             break

@@ -234,7 +234,8 @@ def format_error(trajectory: Trajectory) -> bool:
         text = re.sub(r"(?s)(?<=<code>).*?(?=</code>)", "", step.text)  # strings are no tags
         found = re.findall(r"<(/?)(think|code|answer)>", text)
         tags.append("".join(tag[0] if slash else tag[0].upper() for slash, tag in found))
-    well_formed = re.fullmatch(r"(T(Cc|\|)*t|Cc|\|)*Aa(Tt|Cc)*", "|".join(tags))
+    forged = any("<sandbox_output>" in step.text for step in trajectory.steps)  # the world's tag
+    well_formed = not forged and re.fullmatch(r"(T(Cc|\|)*t|Cc|\|)*Aa(Tt|Cc)*", "|".join(tags))
     return not well_formed or len(trajectory.answer or "") > MAX_ANSWER
 
 
@@ -380,7 +381,7 @@ class Reward:
     tools: float | None  # for TAPO Eq. 6; None: no verdict
     format: float  # 0 well-formed, -1 not
     steps: tuple[float | None, ...]  # one a tool step; () if the reward does not look at them
-    total: float | None  # None: no verdict; the trajectory leaves the baseline and teaches nothing
+    total: float | None  # None: no verdict; the trajectory leaves the baseline and gets A = 0
 
 
 def weighted(

@@ -29,7 +29,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,11 +238,12 @@ class Policy:
 
 def check_checkpoint(name: str | Path) -> None:
     """Refuse early what cannot be a checkpoint: neither a folder with one nor a hub name."""
+    config = Path(name) / "config.json"
     folder_like = Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
-    if folder_like and not (Path(name) / "config.json").is_file():
+    if folder_like and not (config.is_file() and "model_type" in config.read_text()):
         raise FileNotFoundError(
             f"no checkpoint in {name}: expected a folder with config.json, model.safetensors, "
-            f"tokenizer.json and preprocessor_config.json. `train.py` writes such folders."
+            f"tokenizer.json and preprocessor_config.json, such as the sft/ and rl/ of a run"
         )
 
 
@@ -301,9 +302,11 @@ class Table:
     mask: Tensor  # [B, L] 0 where a slot is padding or a cut tail
     cache: DynamicCache
     live: list[Trajectory]  # B
-    unread: list[Picture] = field(default_factory=list)  # none after rows(): all has been read
+    unread: list[Picture] = field(default_factory=list)  # images the cache does not hold yet
 
     def rows(self, keep: list[int]) -> Table:
+        if len(keep) == len(self.live):
+            return self  # nobody leaves: no copy
         cache = DynamicCache()
         for i, layer in enumerate(self.cache.layers):
             cache.update(layer.keys[keep], layer.values[keep], i)
@@ -343,7 +346,13 @@ def play(
     """
     tally = Counter() if tally is None else tally
     groups: list[list[Trajectory]] = []
-    per_wave = max(1, rows_that_fit(policy, rules) // rollouts)
+    fit = rows_that_fit(policy, rules)
+    if fit < rollouts:
+        raise ValueError(
+            f"the KV cache has room for {fit} rows of --max-length {rules.max_length}, but a group "
+            f"has {rollouts}: raise --kv-budget-gb, or lower --max-length or --rollouts"
+        )
+    per_wave = fit // rollouts
     confine = (rules.limits, rules.allow_weak_sandbox)
     with ThreadPoolExecutor(rules.sandboxes) as pool:
         for i in range(0, len(samples), per_wave):
@@ -377,11 +386,14 @@ def _play_wave(
 
     tables: list[tuple[Table, list[Future]]] = [(table, [])]
     while tables:
-        table, programs = tables.pop(0)
+        done = [all(f.done() for f in programs) for _, programs in tables]
+        if not any(done):
+            wait([f for _, programs in tables for f in programs], return_when=FIRST_COMPLETED)
+            continue
+        table, programs = tables.pop(done.index(True))
         if programs:
             # Observe. Finished rows leave; the others get what their code showed.
-            with stopwatch(tally, "sandbox"):
-                shown = [program.result() for program in programs]
+            shown = [program.result() for program in programs]
             pieces = [listen(policy, t, *s, rules) for t, s in zip(table.live, shown)]
             stay = [row for row, piece in enumerate(pieces) if piece is not None]
             leave(table.live)
@@ -438,9 +450,6 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
     """One turn of every row: its new ids. They are appended to the table; rows that stopped early
     carry pads behind, and mask 0 hides those from all that follows."""
     start = table.ids.shape[1]
-    # generate() fills what a GenerationConfig leaves unset from the model's own, and released
-    # checkpoints carry near-greedy values and a repetition penalty there. So: none of its own.
-    policy.model.generation_config = GenerationConfig()
     how = dict(temperature=rules.temperature, top_k=0, top_p=1.0) if rules.temperature else {}
     config = GenerationConfig(
         do_sample=rules.temperature > 0, **how, repetition_penalty=1.0, use_cache=True,
@@ -448,6 +457,9 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
         pad_token_id=policy.pad_id, eos_token_id=policy.end_id, return_dict_in_generate=True,
     )  # fmt: skip
     grids = [picture.grid for t in table.live for picture in t.images]
+    # generate() fills what a GenerationConfig leaves unset from the model's own, and released
+    # checkpoints carry near-greedy values and a repetition penalty there. So: none of its own.
+    own, policy.model.generation_config = policy.model.generation_config, GenerationConfig()
     output = policy.model.generate(
         input_ids=table.ids, attention_mask=table.mask, cache=table.cache,
         position_ids=policy.positions(table.ids, table.mask, grids),
@@ -455,12 +467,14 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
         stopping_criteria=StoppingCriteriaList([EndOfTurn(policy, start)]),
         synced_gpus=False, **policy.model_images(table.unread),
     )  # fmt: skip
+    policy.model.generation_config = own  # an export keeps it
     new = output.sequences[:, start:]
     alive = new != policy.pad_id  # forbidden to the policy: generate writes it behind a stop
     lengths = alive.sum(1).tolist()
     tally["prefilled_tokens"] += sum(len(t.ids) - t.steps[-1].end for t in table.live if t.steps)
     tally["generated_tokens"] += sum(lengths)
     tally["images"] += len(table.unread)
+    table.unread = []
     table.ids, table.mask = output.sequences, torch.cat([table.mask, alive.long()], 1)
     return [row[:n] for row, n in zip(new.tolist(), lengths)]
 
@@ -484,7 +498,7 @@ def rows_that_fit(policy: Policy, rules: Rules) -> int:
         budget = 0.8 * torch.cuda.mem_get_info(policy.device)[0]
     else:
         budget = 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, int(budget // (slot * rules.max_length)))
+    return int(budget // (slot * rules.max_length))
 
 
 def begin(sample: Sample, prompt: Encoded) -> Trajectory:
@@ -504,7 +518,8 @@ def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | Non
     if answer is not None:
         code, trajectory.answer, trajectory.ended = None, answer, "answered"
     elif code is None:
-        trajectory.ended = "no_action" if closed else "length"
+        stopped = closed or "</code>" in text or "</answer>" in text  # by a tag that opened nothing
+        trajectory.ended = "no_action" if stopped else "length"
     trajectory.steps.append(Step(text, code, None, start, len(trajectory.ids)))
     return code
 

@@ -32,7 +32,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from data import COLORS, GRID, IMAGE, SIZE, TAGS, TEXTURES, Demonstration, Scene
 from data import cell_name, crop_turn, draw_scene, neutral_sample, search_sample
 from grpo import Row, apply_gradient, group_row, log_probs, micro_batches
-from rollout import Policy, Rules, Trajectory, begin, listen, speak
+from rollout import Policy, Rules, Trajectory, begin, check_fits, listen, speak
 from sandbox import Sandbox
 
 # One loop for everything that imitates
@@ -42,7 +42,9 @@ def replay(policy: Policy, demo: Demonstration, rules: Rules = Rules()) -> Traje
     """A demonstration as a Trajectory: the demonstrator's words are the actions, and what they
     show comes from the same sandbox that the policy will meet."""
     rules = replace(rules, turns=len(demo.turns))
-    trajectory = begin(demo.sample, policy.encode_prompt(demo.sample))
+    prompt = policy.encode_prompt(demo.sample)
+    check_fits(policy, demo.sample, prompt, rules)
+    trajectory = begin(demo.sample, prompt)
     with Sandbox(demo.sample.image, rules.limits, rules.allow_weak_sandbox) as sandbox:
         for text in demo.turns:
             code = speak(policy, trajectory, policy.encode(text, []).ids)

@@ -21,9 +21,11 @@ run needs no saved generator states to end exactly where the uninterrupted one d
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -150,10 +152,12 @@ def parse_config(argv: list[str] | None = None) -> Config:
     parser.set_defaults(**PRESETS.get(preset, {}))
     values = vars(parser.parse_args(argv))
     resume = values.pop("resume", None)
+    if resume and len(sys.argv[1:] if argv is None else argv) > 2:
+        parser.error("--resume goes alone: a run continues with its own config")
     try:
         config = read_config(Path(resume)) if resume else Config(**values)
         check(config)
-        if config.preset != "tiny-base":
+        if config.preset != "tiny-base" and not resume:
             check_checkpoint(config.model)
         if not resume and (Path(config.out) / "state.json").exists():
             raise ValueError(
@@ -169,14 +173,22 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"nothing to resume in {folder}: it has no config.json")
-    return replace(Config(**json.loads(path.read_text())), out=str(folder))
+    try:
+        return replace(Config(**json.loads(path.read_text())), out=str(folder))
+    except TypeError as error:
+        raise ValueError(f"{path} is not the config of a run of this version: {error}") from error
 
 
 def check(config: Config) -> None:
     """What can be refused before a model loads is refused here."""
     least = dict(sft_steps=0, rl_steps=0, questions=1, turns=1, max_new_tokens=1, sft_batch=1,
                  sft_demos=1, save_every=1, sandboxes=1, row_tokens=1, updates=1, eval_questions=4,
-                 threads=0, beta=0, eps=0, sandbox_seconds=0.1)  # fmt: skip
+                 threads=0, beta=0, eps=0, sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12,
+                 max_grad_norm=1e-12, lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, patience=0,
+                 max_log_chars=0)  # fmt: skip
+    for f in fields(config):
+        if f.type is float and not math.isfinite(getattr(config, f.name)):
+            raise ValueError(f"--{f.name.replace('_', '-')} must be a finite number")
     for name, low in least.items():
         if getattr(config, name) < low:
             flag = "--" + name.replace("_", "-")
@@ -236,12 +248,17 @@ class Run:
         write_json(self.folder / "config.json", asdict(config))
         # A log may run ahead of its checkpoint: those steps will be done, and logged, again.
         self.log_file = open(self.folder / "log.jsonl", "ab")
+        if self.log_file.tell() < self.state["log_bytes"]:
+            raise SystemExit(
+                f"{self.folder}/log.jsonl has {self.log_file.tell()} bytes, but state.json counts "
+                f"on {self.state['log_bytes']}: put the log back, or start a new run"
+            )
         self.log_file.truncate(self.state["log_bytes"])
 
     def log(self, line: dict) -> None:
         """One line of log.jsonl. Nothing in it differs between two equal runs: the seconds of the
         step go to times.jsonl. Three skipped steps in a row end the run."""
-        rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in line.items()}
+        rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
         self.log_file.write(json.dumps(rounded).encode() + b"\n")
         self.log_file.flush()
         # (times.jsonl is not cut on resume: what was done twice stands there twice.)
@@ -252,7 +269,7 @@ class Run:
         if self.skipped == 3:
             raise SystemExit(
                 f"stopped at {line['stage']} step {line['step']}: three steps in a row had no "
-                f"finite loss or gradient, and none of them changed the weights. Start a new run "
+                f"finite loss or gradient and were skipped. Start a new run "
                 f"with a lower learning rate, from the last good stage in {self.folder}."
             )
 
@@ -333,9 +350,12 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
             demos = demonstrations(config.sft_demos + 100, config.seed)
             played = replay_all(policy, demos, rules(config))
             bar = tqdm(played, desc="playing demonstrations", total=len(demos), mininterval=5)
-            rows = rows_of(policy, list(bar))
+            whole = [t for t in bar if t.ended == "answered"]  # others do not fit: never cut
+            if len(whole) < len(demos):
+                print(f"{len(demos) - len(whole)} of {len(demos)} demonstrations are too long")
+            rows = rows_of(policy, whole)
             rows, held_out = rows[:-100], rows[-100:]
-    order = shuffled(config.sft_demos, config.sft_batch, config.seed)
+            order = shuffled(len(rows), config.sft_batch, config.seed)
 
     def rate(i: int) -> float:  # ten steps of warm-up, then down to 2 %
         left = 1 - 0.98 * (i + 1) / config.sft_steps
@@ -393,7 +413,10 @@ def main() -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     if config.preset == "tiny-base":
         return pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
-    device = Accelerator().device
+    accelerator = Accelerator()
+    if accelerator.num_processes > 1:
+        raise SystemExit("one process, please: training on several is not here yet")
+    device = accelerator.device
     run = Run(config)
 
     # Stage 1, SFT. Speak the format.                                         sft.py

@@ -110,9 +110,9 @@ def test_a_wave_holds_whole_groups_within_its_memory(policy, samples, monkeypatc
 
 
 def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
-    """The row that sleeps is overtaken, goes on at a table of its own, and loses nothing."""
-    slow = "<code>\nimport time\ntime.sleep(0.7)\nimage.crop((0,0,64,64)).show()\n</code>"
-    rules = Rules(**{**vars(RULES), "patience": 0.3, "max_new_tokens": 96})
+    """The row that sleeps is overtaken for as many turns as it sleeps, and loses nothing."""
+    slow = "<code>\nimport time\ntime.sleep(1.5)\nimage.crop((0,0,64,64)).show()\n</code>"
+    rules = Rules(**{**vars(RULES), "patience": 0.2, "max_new_tokens": 96})
     turns, speak = [], rollout.speak
 
     def noting(policy, t, reply):
@@ -121,11 +121,17 @@ def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
         return code
 
     monkeypatch.setattr(rollout, "speak", noting)
-    with scripted(policy, [[slow, SHORT], [LOOK, LOOK, SHORT]]) as heard:
+    with scripted(policy, [[slow, SHORT], [LOOK, PRINT, LOOK, SHORT]]) as heard:
         (group,) = play(policy, samples[:1], 2, rules)
-    assert turns.index("quick", 2) < turns.index("slow", 2)  # the quick row spoke again first
+    assert turns[2:] == ["quick", "quick", "quick", "slow"]
     assert [t.answer for t in group] == ["red", "red"] and [len(t.images) for t in group] == [2, 3]
     assert max(worst_difference(policy, t, heard) for t in group) <= 1e-5
+
+
+def test_a_group_that_does_not_fit_in_memory_is_refused(policy, samples):
+    rules = Rules(turns=1, max_new_tokens=2, max_length=512, kv_budget_gb=9.2e-4)
+    with pytest.raises(ValueError, match="room for 3 rows of --max-length 512, but a group has 4"):
+        play(policy, samples[:1], 4, rules)
 
 
 def test_dead_slots_are_squeezed_out_without_being_felt(policy, samples, monkeypatch):
@@ -193,8 +199,11 @@ def test_a_poisoned_checkpoint_config_does_not_reach_the_sampler(policy, samples
     )
     torch.manual_seed(0)
     one_token = Rules(turns=1, max_new_tokens=1, max_length=512)
+    poison = policy.model.generation_config
     (group,) = play(policy, samples[:1], 200, one_token)
     assert len({t.ids[-1] for t in group}) > 10
+    assert policy.model.generation_config is poison  # an export keeps what the checkpoint had
+    policy.model.generation_config = GenerationConfig()
 
 
 def test_frequencies_are_those_of_the_scored_distribution(policy, samples):
@@ -231,11 +240,12 @@ def test_greedy_rollouts_are_all_the_same(policy, samples):
 
 
 def test_endings(policy, samples):
-    scripts = [[LOOK] * 4, [ANSWER], ["no tag at all<|im_end|>"], ["word " * 80]]
+    stray = "oops</answer>"  # closes what was never opened
+    scripts = [[LOOK] * 4, [ANSWER], ["no tag at all<|im_end|>"], ["word " * 80], [stray]]
     with scripted(policy, scripts):
-        (group,) = play(policy, samples[:1], 4, RULES)
-    assert [t.ended for t in group] == ["turns", "answered", "no_action", "length"]
-    assert [len(t.tool_steps) for t in group] == [4, 0, 0, 0]
+        (group,) = play(policy, samples[:1], 5, RULES)
+    assert [t.ended for t in group] == ["turns", "answered", "no_action", "length", "no_action"]
+    assert [len(t.tool_steps) for t in group] == [4, 0, 0, 0, 0]
     assert group[1].answer == "checker" and group[0].answer is None
     assert len(group[3].ids) - group[3].prompt == RULES.max_new_tokens
 
@@ -292,6 +302,8 @@ def test_unfinished_code_runs_only_if_the_message_ended(policy, samples):
         ("<think> a <code>1</code>", "1", None),
         ("<code>a</code> then <code>b</code>", "a\nb", None),
         ("<code>half", None, None),
+        ("<code>print('<answer>B</answer>", None, None),
+        ("<code>print('<answer>B</answer>')</code>", "print('<answer>B</answer>')", None),
         ("nothing", None, None),
     ],
 )

@@ -1,5 +1,6 @@
 """python -m pytest tests/test_train.py      about 60 s: the command line, and whole runs of it"""
 
+import importlib
 import json
 import os
 import re
@@ -75,7 +76,12 @@ def test_the_config_is_the_command_line(tmp_path):
         (["--lambda-tool", "-1.5"], "must be below the answer's (Eq. 5), got tools -1.5"),
         (["--max-length", "32"], "leaves no room"),
         (["--model", "no/such/folder/at/all"], "no checkpoint"),
-        (["--resume", "no-such-run"], "nothing to resume in no-such-run"),
+        (["--resume", "no-such-run"], "--resume goes alone"),
+        (["--max-grad-norm", "-1"], "--max-grad-norm must be at least"),
+        (["--rl-lr", "nan"], "--rl-lr must be a finite number"),
+        (["--temperature", "inf"], "--temperature must be a finite number"),
+        (["--eps", "nan"], "--eps must be a finite number"),
+        (["--sft-lr", "0"], "--sft-lr must be at least"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_loads(words, message, capsys, tmp_path):
@@ -90,6 +96,80 @@ def test_a_finished_run_is_not_overwritten(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse_config(["--out", str(tmp_path)])
     assert f"--resume {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_cannot_be_resumed(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--resume", "no-such-run"])
+    assert "nothing to resume in no-such-run" in capsys.readouterr().err
+
+
+def test_every_field_of_the_rules_and_the_objective_is_a_flag_and_arrives(tmp_path):
+    other = {int: "77", float: "0.25", bool: None, str: None}
+    words = {"ratio_anchor": "ref", "loss_agg": "sequence"}
+    named = {f.name for f in fields(Config)}
+    for kind, made_by in ((train.Rules, train.rules), (train.Objective, train.objective)):
+        for f in fields(kind):
+            if f.name == "limits":
+                config = parse_config(["--sandbox-seconds", "0.25", "--out", str(tmp_path / "x")])
+                assert made_by(config).limits.seconds == 0.25
+                continue
+            assert f.name in named, f.name
+            value = words.get(f.name) or other[type(f.default)]
+            flag = "--" + f.name.replace("_", "-")
+            argv = [flag] if value is None else [flag, value]
+            config = parse_config([*argv, "--out", str(tmp_path / "x")])
+            arrived = getattr(made_by(config), f.name)
+            assert arrived != f.default and arrived == getattr(config, f.name), f.name
+    w = train.weights(parse_config(["--lambda-acc", "2", "--lambda-tool", "0.3", "--lambda-fmt",
+                                    "0.1", "--out", str(tmp_path / "x")]))  # fmt: skip
+    assert (w.answer, w.tools, w.format) == (2, 0.3, 0.1)
+
+
+def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
+    seen = {}
+
+    def play(policy, questions, rollouts, rules, tally):
+        seen["shortcut"] = questions
+        return [[None] * rollouts for _ in questions]
+
+    def score(groups, name, judge, weights, rng):
+        seen["reward"] = name
+        reward = train.score.__globals__["Reward"]
+        return [[reward(1.0, 0.0, 0.0, (), None if k == 0 else float(k)) for k, _ in enumerate(g)]
+                for g in groups]  # fmt: skip
+
+    def learn(policy, optimizer, groups, advantage, reference, objective):
+        seen.update(advantage=advantage, reference=reference, objective=objective)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "stage_1", lambda run, config, device: run.update(stage="rl"))
+    monkeypatch.setattr(train, "play", play)
+    monkeypatch.setattr(train, "score", score)
+    monkeypatch.setattr(train, "learn", learn)
+    monkeypatch.setattr(train.Run, "open", lambda *_: (None, type("O", (), {"param_groups": []})))
+    monkeypatch.setattr(train, "load_policy", lambda *_: "the SFT model")
+    flags = "--reward tool_bonus --adv-norm std --ratio-anchor ref --beta 0 --shortcut 0"
+    argv = ["train.py", *flags.split(), "--rollouts", "3", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    train.score.__globals__["Reward"] = importlib.import_module("rewards").Reward
+    with pytest.raises(KeyboardInterrupt):
+        train.main()
+    assert seen["reward"] == "tool_bonus" and seen["reference"] == "the SFT model"
+    usual = importlib.import_module("data").USUAL_TEXTURE
+    search = [q for q in seen["shortcut"] if q.kind == "search"]
+    assert search and all(q.answer != usual[q.question.split()[5]] for q in search)
+    # rewards None, 1, 2: the first has no verdict; deviation .7071 with K - 1
+    assert seen["advantage"][0].tolist() == pytest.approx([0, -0.7071, 0.7071], abs=1e-3)
+
+
+def test_a_log_that_lost_lines_is_noticed_at_once(tmp_path):
+    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run.log({"stage": "sft", "step": 1, "grad_norm": 1.0})
+    a_run.update(step=1)
+    (tmp_path / "log.jsonl").write_bytes(b"")
+    with pytest.raises(SystemExit, match="log.jsonl has 0 bytes, but state.json counts on"):
+        train.Run(Config(out=str(tmp_path)))
 
 
 # --- whole runs ------------------------------------------------------------------------------
@@ -124,6 +204,10 @@ def test_a_run_ends_with_one_table_and_everything_in_its_folder(finished):
     times = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
     assert [(t["stage"], t["step"]) for t in times] == [(t["stage"], t["step"]) for t in lines]
     assert {"act", "judge", "learn", "prefill", "decode", "sandbox"} <= set(times[-1])
+    glossary = (ROOT / "README.md").read_text()
+    glossary = glossary[glossary.index("## The log") : glossary.index("## How fast")]
+    names = {name for line in lines for name in line}
+    assert all(re.search(rf"\b{name}\b", glossary) for name in names), names
     assert not list(out.glob("checkpoint-*"))  # only a run that is not over needs one
 
 
