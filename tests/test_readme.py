@@ -65,7 +65,7 @@ def test_tests_named_in_the_readme_exist():
 
 def test_flags_named_in_the_readme_exist():
     known = {"--" + f.name.replace("_", "-") for f in fields(Config)} | {"--resume", "--help"}
-    other = {"--self-test", "--only", "--trl"}
+    other = {"--self-test", "--only", "--trl", "--reuid", "--regid", "--clear-groups"}
     for flag in re.findall(r"--[a-z][a-z-]+", README):
         assert flag in known | other, flag
 
