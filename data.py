@@ -26,13 +26,26 @@ anti-prior questions) a guesser is always wrong. The dial is how we make "guessi
 
 from __future__ import annotations
 
+import base64
+import binascii
+import bisect
+import glob
+import io
+import os
 import random
 import re
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from string import ascii_uppercase as LETTERS
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
+from tqdm import tqdm
 
 from sandbox import Observation
 
@@ -64,9 +77,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         if self.kind not in ("search", "neutral"):
-            raise ValueError(
-                f"sample {self.id}: kind is 'search' or 'neutral', got {self.kind!r}"
-            )
+            raise ValueError(f"sample {self.id}: kind is 'search' or 'neutral', got {self.kind!r}")
         object.__setattr__(self, "image", upright_rgb(self.image))  # frozen, but not yet born
         width, height = self.image.size
         if max(width, height) >= 200 * min(width, height):  # small ones are enlarged, these not
@@ -86,6 +97,305 @@ def upright_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
     return image.convert("RGB")
+
+
+# Public data sets: rows, images, samples
+
+SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".tsv": "csv", ".csv": "csv"}
+PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # the formats we let PIL open
+
+
+class Rows(Sequence):
+    """The rows of one or several files, as dicts, read from disk when asked for. Image cells stay
+    as they are stored; `folder` is what relative paths in them start from."""
+
+    def __init__(self, tables: list, folder: Path) -> None:
+        self.tables, self.folder = tables, folder
+        self.ends = list(accumulate(map(len, tables)))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, i):
+        i = range(len(self))[i]  # IndexError, negative numbers, slices
+        if isinstance(i, range):
+            return [self[k] for k in i]
+        t = bisect.bisect_right(self.ends, i)
+        return self.tables[t][i - self.ends[t]]  # counted from the end of its table
+
+
+def read_rows(where: str | Path, split: str | None = None) -> Rows:
+    """A parquet, jsonl, json, tsv or csv file, a folder of them, or a data set on the hub.
+
+    split: of a folder or the hub, only files (or folders) whose name begins with this word; it may
+    also be written behind a colon, as in "Kwai-Keye/Thyme-SFT:wo_thinking". Where a folder holds
+    files of several kinds, those of the first kind above count. Cells of tsv and csv are text,
+    empty ones "".
+    """
+    where = str(where)
+    if split is None and ":" in where and not Path(where).exists():
+        where, split = where.rsplit(":", 1)
+    root = Path(where) if Path(where).exists() else _download(where, split)
+    if root.is_file():
+        return Rows([_table(root)], root.parent)
+    begins = re.compile(re.escape(split or "") + ("(?![a-z0-9])" if split else ""))
+    for suffix in SUFFIXES:
+        inside = [file.relative_to(root) for file in sorted(root.rglob("*" + suffix))]
+        files = [f for f in inside if not f.parts[0].startswith(".")
+                 and any(begins.match(part) for part in f.parts)]  # fmt: skip
+        if files:
+            return Rows([_table(root / file) for file in files], root)
+    named = f" whose name begins with {split!r}" if split else ""
+    raise FileNotFoundError(f"no {', '.join(SUFFIXES)} file{named} in {root}")
+
+
+def _download(name: str, split: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is None:
+        raise FileNotFoundError(f"no data in {name}: neither a file, a folder nor a hub name (a/b)")
+    try:
+        patterns = split and [f"{split}*", f"*/{split}*"]
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"no data set {name!r}: it is no file or folder here, and the hub does not give it "
+            f"({str(error).splitlines()[0]}). Check name, network and licence, or give a local path"
+        ) from error
+
+
+def _table(file: Path):
+    """One file as a `datasets.Dataset` (a memory-mapped copy in its cache), nothing decoded."""
+    import datasets  # here: it takes seconds, which the toy need not spend
+
+    if (kind := SUFFIXES.get(file.suffix)) is None:
+        raise ValueError(f"{file}: expected a file that ends in one of {', '.join(SUFFIXES)}")
+    options = {}
+    if kind == "csv":  # text throughout: no 007 -> 7, no option "None" -> missing
+        import pandas
+
+        options = dict(sep="\t" if file.suffix == ".tsv" else ",", keep_default_na=False)
+        names = pandas.read_csv(file, sep=options["sep"], nrows=0).columns
+        options["features"] = datasets.Features({n: datasets.Value("string") for n in names})
+        options["chunksize"] = 50  # rows in memory: a picture of 8K is 20 MB of base64
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is empty")
+    try:
+        path = glob.escape(str(file.absolute()))
+        table = datasets.load_dataset(kind, data_files=path, split="train", **options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(f"{file} cannot be read as {file.suffix}: {error.__cause__}") from error
+
+    def leave_undecoded(feature) -> None:
+        if isinstance(feature, dict):
+            for inner in feature.values():
+                leave_undecoded(inner)
+        elif isinstance(feature, datasets.Image):
+            feature.decode = False
+        elif hasattr(feature, "feature"):  # a list
+            leave_undecoded(feature.feature)
+
+    leave_undecoded(table.info.features)  # (table.features is a copy)
+    return table
+
+
+def read_image(cell: object, folder: Path | str | None = None) -> Image.Image:
+    """Any public form of an image cell, made upright, opaque and RGB: a PIL image, bytes, a dict
+    with "bytes" or "path", a path (relative to `folder`), base64, a data URL, or a list of one of
+    these. ValueError says what came instead.
+    """
+    source = cell if isinstance(cell, Image.Image) else io.BytesIO(image_bytes(cell, folder))
+    try:
+        if not isinstance(source, Image.Image):
+            source = Image.open(source, formats=PICTURES)
+        source.load()
+        return upright_rgb(source)
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error,
+            Image.DecompressionBombError) as error:  # fmt: skip
+        what = "a broken image" if str(error).startswith(("image file", "broken")) else "no image"
+        raise ValueError(f"{what}, in {_form(cell)}: {error}") from error
+
+
+def image_bytes(cell: object, folder: Path | str | None = None) -> bytes:
+    """The encoded image that a cell holds or names (see read_image)."""
+    if isinstance(cell, Image.Image):
+        cell.save(png := io.BytesIO(), "PNG")
+        return png.getvalue()
+    if isinstance(cell, dict):  # both may be there: the path then only says where it came from
+        cell = cell.get("bytes") or cell.get("path")
+    if isinstance(cell, list | tuple):
+        if len(cell) != 1:
+            raise ValueError(f"expected one image, got a list of {len(cell)}")
+        return image_bytes(cell[0], folder)
+    if isinstance(cell, bytes) and cell:
+        return cell
+    if not isinstance(cell, str) or not cell.strip():
+        raise ValueError(f"expected an image, got {_form(cell)}")
+    path = os.path.join(folder or "", cell.removeprefix("file://"))
+    if os.path.isfile(path):  # False also for text that can be no path
+        return Path(path).read_bytes()
+    text = re.sub(r"^data:[^,]*,|\s", "", cell)
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except binascii.Error:
+        at = f" in {folder}" if folder else ""
+        raise ValueError(f"no file {cell[:200]!r}{at}, nor is that base64") from None
+
+
+def _form(cell: object) -> str:
+    """A cell in a few words, for errors."""
+    if isinstance(cell, list | tuple) and len(cell) == 1:
+        return f"a list of {_form(cell[0])}"
+    if isinstance(cell, dict):
+        return "a dict of " + (", ".join(k for k, v in cell.items() if v is not None) or "nothing")
+    if isinstance(cell, str) and cell:
+        return f"the text {cell[:60]!r}" + "..." * (len(cell) > 60)
+    size = f" of {len(cell)}" if isinstance(cell, bytes | str | list | tuple) else ""
+    return "nothing" if cell is None else type(cell).__name__ + size
+
+
+# Questions for stage 2
+
+# Where the public schemas keep what a Sample needs; the first column that holds something counts.
+# verl's form (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), and what our filters write.
+COLUMNS = {
+    "image": ("images", "image"),
+    "question": ("extra_info.question", "question", "problem", "prompt", "messages"),
+    "answer": ("reward_model.ground_truth", "answer", "ground_truth", "solution"),
+    "source": ("data_source", "source", "dataset"),
+}
+
+# A sample's kind follows its source (paper: rewards differ by task type; how samples are typed is
+# not printed, so the words are ours). A source without any of them is "search", and --describe says
+# so: the judge is asked, as it is for most of the paper's data.
+KINDS = {"thinklite": "neutral", "geo": "neutral", "math": "neutral", "tabmwp": "neutral",
+         "vstar": "search", "chart": "search", "arxivqa": "search"}  # fmt: skip
+
+
+class Bad(ValueError):
+    """What is wrong with one field of one row."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field, self.reason = field, reason
+
+
+class Skipped(NamedTuple):
+    row: int  # from 0, over all files
+    field: str
+    reason: str
+
+
+T = TypeVar("T")
+
+
+class Usable(Sequence[T]):
+    """What the usable ones of `total` rows become, made anew each time it is asked for.
+
+    Every row is tried once, at the start, so that training meets no surprise: len(self) and
+    len(self.skipped) sum to the number of rows. check(i) raises Bad if row i cannot be used, and
+    make(i) makes it; on_bad="stop" raises ValueError at the first bad row.
+    """
+
+    def __init__(self, total: int, check: Callable[[int], object], make: Callable[[int], T],
+                 on_bad: str, title: str) -> None:  # fmt: skip
+        if on_bad not in ("skip", "stop"):
+            raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
+        self.make, self.rows = make, list[int]()
+        self.skipped = list[Skipped]()
+
+        def tried(i: int) -> Skipped | None:
+            try:
+                check(i)
+            except Bad as bad:
+                return Skipped(i, bad.field, bad.reason)
+
+        with ThreadPoolExecutor(8) as pool:  # decoding images lets other threads run
+            found = pool.map(tried, range(total))
+            for i, bad in enumerate(tqdm(found, title, total, mininterval=5, disable=total < 100)):
+                if bad and on_bad == "stop":
+                    pool.shutdown(cancel_futures=True)
+                    raise ValueError(f"{title}: row {i}, {bad.field}: {bad.reason}")
+                self.skipped += [bad] if bad else []
+                self.rows += [] if bad else [i]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        chosen = self.rows[i]
+        return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
+
+
+def load_rl(where: str | Path, on_bad: str = "skip") -> Usable[Sample]:
+    """Rows in one of the public schemas, as Samples whose image is decoded when asked for."""
+    rows = read_rows(where)
+
+    def sample(i: int) -> Sample:
+        return rl_sample(rows[i], i, rows.folder)
+
+    return Usable(len(rows), sample, sample, on_bad, str(where))
+
+
+def rl_sample(row: dict, number: int, folder: Path) -> Sample:
+    """Raises Bad, which names the field."""
+    cell, question, answer = (cell_of(row, field) for field in ("image", "question", "answer"))
+    source = str(cell_of(row, "source", default="") or "")
+    if isinstance(question, list):  # a conversation: what its user said last
+        said = [t.get("content") for t in question if isinstance(t, dict) and t["role"] == "user"]
+        question = said[-1] if said else None
+        if isinstance(question, list):
+            question = "".join(part.get("text") or "" for part in question)
+    if not isinstance(question, str) or not (question := plain_question(question)):
+        raise Bad("question", f"expected a text, got {_form(question)}")
+    if isinstance(answer, bool | list | dict):
+        raise Bad("answer", f"expected a text or a number, got {answer!r}")
+    answer = re.sub(r"(?s)^.*<answer>(.*)</answer>.*$", r"\1", str(answer)).strip()
+    options = tuple(map(str, row.get("options") or ()))
+    choices = [*LETTERS[: len(options)], *map(str.upper, options)]
+    if not answer or options and answer.upper() not in choices:
+        raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
+    try:
+        image = read_image(cell, folder)
+        return Sample(
+            id=row.get("id") or f"{source or 'row'}-{number}",
+            image=image,
+            question=question,
+            answer=answer,
+            options=options,
+            kind=row.get("kind") or kind_of(source)[0],
+            boxes=tuple(map(tuple, row.get("boxes") or ())),
+            source=source,
+        )
+    except ValueError as error:
+        raise Bad("image", str(error)) from error
+
+
+def cell_of(row: dict, field: str, **default):
+    """The first cell of COLUMNS[field] that holds something."""
+    for column in COLUMNS[field]:
+        cell: object = row
+        for name in column.split("."):
+            cell = cell.get(name) if isinstance(cell, dict) else None
+        if cell not in (None, "", []):
+            return cell
+    if default:
+        return default["default"]
+    raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
+
+
+def plain_question(text: str) -> str:
+    """Without image placeholders and the metadata lines, which `messages` writes anew."""
+    return re.split(r"\n[\s*]*#+ \W*(?:User Image|Output Format)", text.replace("<image>", ""))[
+        0
+    ].strip()
+
+
+def kind_of(source: str) -> tuple[str, bool]:
+    """(kind, do we know it?) of a data source."""
+    name = re.sub(r"[^a-z0-9]", "", source.lower())
+    known = [kind for word, kind in KINDS.items() if word in name]
+    return (known[0], True) if known else ("search", False)
 
 
 # The words of the game: a prompt, an observation, and what counts as an action
