@@ -25,6 +25,7 @@ Shapes      B rows in play   L slots so far, padding and cut tails included   P 
 from __future__ import annotations
 
 import os
+import random
 import re
 import time
 from collections import Counter
@@ -42,6 +43,7 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -98,6 +100,7 @@ class Trajectory:
     prompt_images: int = 0  # images[:prompt_images] stand in it
     answer: str | None = None
     ended: str = ""  # "answered", "turns", "length" or "no_action"
+    dice: str = ""  # what its sampling is drawn from
 
     def act(self, ids: list[int]) -> None:
         self.ids += ids
@@ -280,6 +283,32 @@ class EndOfTurn(StoppingCriteria):
         return done
 
 
+class Dice(LogitsProcessor):
+    """Sampling that depends on the trajectory alone. The sampler of `generate` draws for a whole
+    batch, so that a row's luck would hang on which rows it happens to sit with: on the size of a
+    wave, on the number of processes, on whose program was slow. Here turn t of a trajectory draws
+    from (its dice, t): token number i is the first whose cumulated probability exceeds the i-th
+    draw. Every other score becomes 0, and generate takes the highest."""
+
+    def __init__(self, table: Table, rules: Rules) -> None:
+        self.start, self.temperature = table.ids.shape[1], rules.temperature
+        draws = [torch.rand(rules.max_new_tokens, generator=generator(f"{t.dice} {len(t.steps)}"))
+                 for t in table.live]  # fmt: skip
+        self.draws = torch.stack(draws).to(table.ids.device)  # [B, max_new_tokens]
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # scores [B, V]
+        p = (scores / self.temperature).softmax(-1, dtype=torch.float64)
+        reached = p.cumsum(-1)
+        # (A draw is at most 1 - 2^-24: far enough from 1 for the rounding of a float64 sum.)
+        beyond = reached > self.draws[:, ids.shape[1] - self.start, None] * reached[:, -1:]
+        return (beyond & (p > 0)).float()  # argmax: the first of the 1s
+
+
+def generator(seed: str) -> torch.Generator:
+    """The same stream on every machine, process and device."""
+    return torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
+
+
 def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Lists of ids -> (ids, mask), both [B, L]. Left: the last column is real for every row."""
     width = max(map(len, rows))
@@ -341,11 +370,13 @@ def play(
 ) -> list[list[Trajectory]]:  # fmt: skip
     """Eq. 2: `rollouts` trajectories of every sample, one group per sample, in order.
 
-    Sampling draws from torch's global generator; seed it to repeat a run. `tally` collects what
-    it cost: tokens prefilled and generated, images encoded, seconds of each.
+    Sampling takes one number from torch's global generator; seed that to repeat a run. From there
+    on the k-th rollout of a sample draws by its id and k, wherever and beside whom it is played.
+    `tally` collects what it cost: tokens prefilled and generated, images encoded, seconds of each.
     """
     tally = Counter() if tally is None else tally
     groups: list[list[Trajectory]] = []
+    seed = torch.randint(2**62, ()).item()
     fit = rows_that_fit(policy, rules)
     if fit < rollouts:
         raise ValueError(
@@ -356,7 +387,8 @@ def play(
     confine = (rules.limits, rules.allow_weak_sandbox)
     with ThreadPoolExecutor(rules.sandboxes) as pool:
         for i in range(0, len(samples), per_wave):
-            table, wave = _deal(policy, samples[i : i + per_wave], rollouts, rules, tally)
+            part = samples[i : i + per_wave]
+            table, wave = _deal(policy, part, rollouts, seed, rules, tally)
             sandboxes = {id(t): Sandbox(t.sample.image, *confine) for t in table.live}
             try:
                 _play_wave(policy, table, sandboxes, rules, pool, tally)
@@ -421,7 +453,7 @@ def _play_wave(
 
 
 def _deal(
-    policy: Policy, samples: list[Sample], rollouts: int, rules: Rules, tally: Counter
+    policy: Policy, samples: list[Sample], rollouts: int, seed: int, rules: Rules, tally: Counter
 ) -> tuple[Table, list[list[Trajectory]]]:
     """The table before the first turn: every prompt and every image is encoded once, then the
     cache is copied K times. The prompt's last token stays unread: generate starts from it."""
@@ -440,7 +472,10 @@ def _deal(
     tally["prefilled_tokens"] += sum(len(p.ids) for p in prompts)
     tally["images"] += len(pictures)
     cache.batch_repeat_interleave(rollouts)
-    groups = [[begin(s, p) for _ in range(rollouts)] for s, p in zip(samples, prompts)]
+    groups = [
+        [begin(s, p, f"dice {seed} {s.id} {k}") for k in range(rollouts)]
+        for s, p in zip(samples, prompts)
+    ]
     live = [trajectory for group in groups for trajectory in group]
     ids, mask = (x.repeat_interleave(rollouts, 0) for x in (ids, mask))
     return Table(ids, mask, cache, live), groups
@@ -450,9 +485,8 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
     """One turn of every row: its new ids. They are appended to the table; rows that stopped early
     carry pads behind, and mask 0 hides those from all that follows."""
     start = table.ids.shape[1]
-    how = dict(temperature=rules.temperature, top_k=0, top_p=1.0) if rules.temperature else {}
     config = GenerationConfig(
-        do_sample=rules.temperature > 0, **how, repetition_penalty=1.0, use_cache=True,
+        do_sample=False, repetition_penalty=1.0, use_cache=True,  # sampling: Dice
         suppress_tokens=policy.forbidden, max_new_tokens=rules.max_new_tokens,
         pad_token_id=policy.pad_id, eos_token_id=policy.end_id, return_dict_in_generate=True,
     )  # fmt: skip
@@ -463,7 +497,7 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
     output = policy.model.generate(
         input_ids=table.ids, attention_mask=table.mask, cache=table.cache,
         position_ids=policy.positions(table.ids, table.mask, grids),
-        generation_config=config, 
+        generation_config=config, logits_processor=[Dice(table, rules)] * (rules.temperature > 0),
         stopping_criteria=StoppingCriteriaList([EndOfTurn(policy, start)]),
         synced_gpus=False, **policy.model_images(table.unread),
     )  # fmt: skip
@@ -501,8 +535,8 @@ def rows_that_fit(policy: Policy, rules: Rules) -> int:
     return int(budget // (slot * rules.max_length))
 
 
-def begin(sample: Sample, prompt: Encoded) -> Trajectory:
-    trajectory = Trajectory(sample)
+def begin(sample: Sample, prompt: Encoded, dice: str = "") -> Trajectory:
+    trajectory = Trajectory(sample, dice=dice)
     trajectory.observe(prompt)
     trajectory.prompt, trajectory.prompt_images = len(prompt.ids), len(prompt.pictures)
     return trajectory
