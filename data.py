@@ -5,9 +5,10 @@ Concept     A Sample is one question about one image. How it becomes words, and 
             actions, is here too. The toy world makes samples whose answer is invisible in the
             overview and plain in a close-up, so that looking is a choice.
 Paper       CodeV, arXiv:2511.19661, Eq. 2 (x, a_t, o_t as text). The toy world is ours.
-In          a seed and the dial `shortcut`
+            Public data sets become Samples too, and the paper's filters sort them.
+In          a seed and the dial `shortcut`; or a file, a folder or a hub name
 Out         Samples, their prompts, and demonstrations (scripts that sft.replay plays out)
-Left out    the public data sets: not loaded yet
+Left out    questions about several images
 Read next   sandbox.py (where the code of a demonstration runs), rollout.py (where it is played)
 
 The toy world, 256 x 256 pixels. A map of 4 x 4 cells holds five squares, each with a colour of its
@@ -289,52 +290,69 @@ class Skipped(NamedTuple):
 T = TypeVar("T")
 
 
-class Usable(Sequence[T]):
-    """What the usable ones of `total` rows become, made anew each time it is asked for.
+class Lazy(Sequence[T]):
+    """make(key) for every key, each time it is asked for: pictures of 50,000 questions fit in no
+    memory. A slice is Lazy too. `skipped` are the rows that became nothing."""
 
-    Every row is tried once, at the start, so that training meets no surprise: len(self) and
-    len(self.skipped) sum to the number of rows. check(i) raises Bad if row i cannot be used, and
-    make(i) makes it; on_bad="stop" raises ValueError at the first bad row.
-    """
-
-    def __init__(self, total: int, check: Callable[[int], object], make: Callable[[int], T],
-                 on_bad: str, title: str) -> None:  # fmt: skip
-        if on_bad not in ("skip", "stop"):
-            raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
-        self.make, self.rows = make, list[int]()
-        self.skipped = list[Skipped]()
-
-        def tried(i: int) -> Skipped | None:
-            try:
-                check(i)
-            except Bad as bad:
-                return Skipped(i, bad.field, bad.reason)
-
-        with ThreadPoolExecutor(8) as pool:  # decoding images lets other threads run
-            found = pool.map(tried, range(total))
-            for i, bad in enumerate(tqdm(found, title, total, mininterval=5, disable=total < 100)):
-                if bad and on_bad == "stop":
-                    pool.shutdown(cancel_futures=True)
-                    raise ValueError(f"{title}: row {i}, {bad.field}: {bad.reason}")
-                self.skipped += [bad] if bad else []
-                self.rows += [] if bad else [i]
+    def __init__(self, make: Callable[..., T], keys: Sequence, skipped: Sequence[Skipped] = ()):
+        self.make, self.keys, self.skipped = make, keys, list(skipped)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.keys)
 
     def __getitem__(self, i):
-        chosen = self.rows[i]
-        return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
+        chosen = self.keys[i]
+        return Lazy(self.make, chosen) if isinstance(i, slice) else self.make(chosen)
 
 
-def load_rl(where: str | Path, on_bad: str = "skip") -> Usable[Sample]:
-    """Rows in one of the public schemas, as Samples whose image is decoded when asked for."""
+def usable(
+    total: int, check: Callable[[int], object], on_bad: str, title: str
+) -> tuple[list[int], list[Skipped]]:
+    """Try every row once, before training, so that it meets no surprise. check(i) raises Bad if
+    row i cannot be used. The lengths of both lists sum to `total`; on_bad="stop" raises ValueError
+    at the first bad row instead."""
+    if on_bad not in ("skip", "stop"):
+        raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
+    good, skipped = list[int](), list[Skipped]()
+
+    def tried(i: int) -> Skipped | None:
+        try:
+            check(i)
+        except Bad as bad:
+            return Skipped(i, bad.field, bad.reason)
+
+    with ThreadPoolExecutor(8) as pool:  # decoding images lets other threads run
+        found = pool.map(tried, range(total))
+        for i, bad in enumerate(tqdm(found, title, total, mininterval=5, disable=total < 100)):
+            if bad and on_bad == "stop":
+                pool.shutdown(cancel_futures=True)
+                raise ValueError(f"{title}: row {i}, {bad.field}: {bad.reason}")
+            (skipped if bad else good).append(bad or i)
+    return good, skipped
+
+
+def load_rl(
+    where: str | Path, on_bad: str = "skip", fits: Callable[[Sample], object] | None = None
+) -> Lazy[Sample]:
+    """Rows in one of the public schemas, as Samples whose image is decoded when asked for.
+
+    fits: raises ValueError for a sample that is too long to play, such as
+    lambda s: check_fits(policy, s, policy.encode_prompt(s, pixels=False), rules)
+    """
     rows = read_rows(where)
 
     def sample(i: int) -> Sample:
         return rl_sample(rows[i], i, rows.folder)
 
-    return Usable(len(rows), sample, sample, on_bad, str(where))
+    def check(i: int) -> None:
+        made = sample(i)
+        try:
+            if fits:
+                fits(made)
+        except ValueError as error:
+            raise Bad("length", str(error)) from error
+
+    return Lazy(sample, *usable(len(rows), check, on_bad, str(where)))
 
 
 def rl_sample(row: dict, number: int, folder: Path) -> Sample:
