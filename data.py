@@ -291,11 +291,11 @@ T = TypeVar("T")
 
 
 class Lazy(Sequence[T]):
-    """make(key) for every key, each time it is asked for: pictures of 50,000 questions fit in no
-    memory. A slice is Lazy too. `skipped` are the rows that became nothing."""
+    """make(key) for every key, each time it is asked for: the pictures of 50,000 questions fit in
+    no memory. A slice is Lazy too."""
 
-    def __init__(self, make: Callable[..., T], keys: Sequence, skipped: Sequence[Skipped] = ()):
-        self.make, self.keys, self.skipped = make, keys, list(skipped)
+    def __init__(self, make: Callable[..., T], keys: Sequence) -> None:
+        self.make, self.keys = make, keys
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -305,35 +305,39 @@ class Lazy(Sequence[T]):
         return Lazy(self.make, chosen) if isinstance(i, slice) else self.make(chosen)
 
 
-def usable(
-    total: int, check: Callable[[int], object], on_bad: str, title: str
-) -> tuple[list[int], list[Skipped]]:
-    """Try every row once, before training, so that it meets no surprise. check(i) raises Bad if
-    row i cannot be used. The lengths of both lists sum to `total`; on_bad="stop" raises ValueError
-    at the first bad row instead."""
-    if on_bad not in ("skip", "stop"):
-        raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
-    good, skipped = list[int](), list[Skipped]()
+class Usable(Lazy[T]):
+    """What the usable ones of `total` rows become; `skipped` lists the others. Every row is tried
+    once, at the start, so that training meets no surprise: check(i) raises Bad if row i cannot be
+    used, make(i) makes it. len(self) and len(self.skipped) sum to `total`; on_bad="stop" raises
+    ValueError at the first bad row instead."""
 
-    def tried(i: int) -> Skipped | None:
-        try:
-            check(i)
-        except Bad as bad:
-            return Skipped(i, bad.field, bad.reason)
+    def __init__(
+        self, total: int, check: Callable[[int], object], make: Callable[[int], T],
+        on_bad: str, title: str,
+    ) -> None:  # fmt: skip
+        if on_bad not in ("skip", "stop"):
+            raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
+        good, self.skipped = list[int](), list[Skipped]()
+        super().__init__(make, good)
 
-    with ThreadPoolExecutor(8) as pool:  # decoding images lets other threads run
-        found = pool.map(tried, range(total))
-        for i, bad in enumerate(tqdm(found, title, total, mininterval=5, disable=total < 100)):
-            if bad and on_bad == "stop":
-                pool.shutdown(cancel_futures=True)
-                raise ValueError(f"{title}: row {i}, {bad.field}: {bad.reason}")
-            (skipped if bad else good).append(bad or i)
-    return good, skipped
+        def tried(i: int) -> Skipped | None:
+            try:
+                check(i)
+            except Bad as bad:
+                return Skipped(i, bad.field, bad.reason)
+
+        with ThreadPoolExecutor(8) as pool:  # decoding images lets other threads run
+            found = pool.map(tried, range(total))
+            for i, bad in enumerate(tqdm(found, title, total, mininterval=5, disable=total < 100)):
+                if bad and on_bad == "stop":
+                    pool.shutdown(cancel_futures=True)
+                    raise ValueError(f"{title}: row {i}, {bad.field}: {bad.reason}")
+                (self.skipped if bad else good).append(bad or i)
 
 
 def load_rl(
     where: str | Path, on_bad: str = "skip", fits: Callable[[Sample], object] | None = None
-) -> Lazy[Sample]:
+) -> Usable[Sample]:
     """Rows in one of the public schemas, as Samples whose image is decoded when asked for.
 
     fits: raises ValueError for a sample that is too long to play, such as
@@ -352,7 +356,7 @@ def load_rl(
         except ValueError as error:
             raise Bad("length", str(error)) from error
 
-    return Lazy(sample, *usable(len(rows), check, on_bad, str(where)))
+    return Usable(len(rows), check, sample, on_bad, str(where))
 
 
 def rl_sample(row: dict, number: int, folder: Path) -> Sample:

@@ -33,7 +33,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from data import COLORS, GRID, IMAGE, SIZE, TAGS, TEXTURES, Demonstration, Sample, Scene
-from data import Bad, Lazy, Skipped, plain_question, read_image, read_rows, usable
+from data import Bad, Lazy, Skipped, Usable, plain_question, read_image, read_rows
 from data import cell_name, crop_turn, draw_scene, neutral_sample, search_sample
 from grpo import Row, apply_gradient, group_row, log_probs, micro_batches
 from rollout import Policy, Rules, Trajectory, begin, check_fits, listen, speak
@@ -159,7 +159,7 @@ def load_thyme(
     train_rounds: str = "last_code_and_answer",
     rules: Rules = Rules(),
     on_bad: str = "skip",
-) -> tuple[Lazy[Trajectory], list[Skipped]]:
+) -> tuple[Usable[Trajectory], list[Skipped]]:
     """Rows of Thyme-SFT -> Trajectories made when asked for, and the rows that cannot be used: they
     do not parse, or have more than rules.max_length tokens. No row is ever cut.
 
@@ -175,8 +175,8 @@ def load_thyme(
     def check(i: int) -> None:
         trajectory(i, pixels=False)
 
-    good, skipped = usable(len(rows), check, on_bad, str(where))
-    return Lazy(trajectory, good, skipped), skipped
+    trajectories = Usable(len(rows), check, trajectory, on_bad, str(where))
+    return trajectories, trajectories.skipped
 
 
 def thyme_trajectory(
