@@ -40,6 +40,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
@@ -261,13 +262,15 @@ def check_checkpoint(name: str | Path) -> None:
 
 
 def load_policy(
-    name: str | Path, device: str | torch.device = "cpu", max_pixels: int | None = None
-) -> Policy:
+    name: str | Path, device: str | torch.device = "cpu", max_pixels: int | None = None,
+    weights: bool = True,
+) -> Policy:  # fmt: skip
     """A folder or a hub name -> Policy. The tiny model and the 7B take the same path.
 
     Weights are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
     the budget of one image, prompt or observation; None keeps the checkpoint's own. It is set in
-    the image processor, which is saved with every export, and nowhere else.
+    the image processor, which is saved with every export, and nowhere else. weights=False gives
+    the architecture alone, on the meta device: enough to count tokens and parameters.
     """
     check_checkpoint(name)
     try:
@@ -277,9 +280,15 @@ def load_policy(
                 f"{name} is a {kind!r} model, but the prompt, the vision tokens and the positions "
                 f"here are Qwen2.5-VL's: expected a checkpoint of type 'qwen2_5_vl'"
             )
-        model, loading = Model.from_pretrained(
-            name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
-        )
+        if weights:
+            model, loading = Model.from_pretrained(
+                name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+            )
+            if missing := sorted(loading["missing_keys"]):
+                raise ValueError(f"{name} lacks {len(missing)} weights, such as {missing[0]}")
+        else:
+            with torch.device(device := "meta"):
+                model = Model(AutoConfig.from_pretrained(name))
         tokenizer = AutoTokenizer.from_pretrained(name)
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
     except OSError as error:
@@ -291,8 +300,6 @@ def load_policy(
             f"({str(error).splitlines()[0]}). Give --model a complete checkpoint folder, or check "
             f"the hub name, the network and the licence"
         ) from error
-    if missing := sorted(loading["missing_keys"]):
-        raise ValueError(f"{name} lacks {len(missing)} weights, such as {missing[0]}")
     if max_pixels is not None:
         set_budget(image_processor, max_pixels)
     return Policy(model.to(device).eval(), tokenizer, image_processor)
