@@ -382,6 +382,8 @@ def rl_sample(row: dict, number: int, folder: Path) -> Sample:
     choices = [*LETTERS[: len(options)], *map(str.upper, options)]
     if not answer or options and answer.upper() not in choices:
         raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
+    if (kind := row.get("kind") or kind_of(source)[0]) not in ("search", "neutral"):
+        raise Bad("kind", f"is 'search' or 'neutral', got {kind!r}")
     try:
         image = read_image(cell, folder)
         return Sample(
@@ -390,7 +392,7 @@ def rl_sample(row: dict, number: int, folder: Path) -> Sample:
             question=question,
             answer=answer,
             options=options,
-            kind=row.get("kind") or kind_of(source)[0],
+            kind=kind,
             boxes=tuple(map(tuple, row.get("boxes") or ())),
             source=source,
         )
