@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -246,6 +247,35 @@ def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tupl
     return logp, torch.cat([row.owner for row in rows]).to(device)
 
 
+# Several processes: every one plays its own questions, and they meet in the gradient
+
+
+def processes() -> tuple[int, int]:
+    """(which one this is, how many there are)"""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gathered(value) -> list:
+    """`value` of every process, in their order."""
+    values = [value] * processes()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def mine(items: list) -> list:
+    """This process's share of a global batch."""
+    rank, n = processes()
+    return items[rank::n]
+
+
+def parts(items: list) -> list[list]:
+    """A micro-batch never mixes two parts. A share is one part; but one process alone takes the
+    shares of two as its parts, and so adds up the very numbers that two processes add up: floats
+    do not forgive another order, and hundreds of steps make a last bit visible."""
+    return [items[0::2], items[1::2]] if processes()[1] == 1 else [items]
+
+
 # Learn
 
 
@@ -289,14 +319,14 @@ def learn(
 
     # Without a KL term a rollout with A = 0 has no gradient: leave it out.
     useful = (weight > 0) & ((advantage != 0) | (objective.beta > 0))
-    indexed, rows = iter(enumerate(trajectories)), []
-    for group in groups:
-        members = [(i, t) for i, t in islice(indexed, len(group)) if useful[i]]
-        rows += group_rows(policy, members, objective.row_tokens)
+    indexed, batches = iter(enumerate(trajectories)), []
+    members = [[(i, t) for i, t in islice(indexed, len(group)) if useful[i]] for group in groups]
+    for part in parts(members):
+        rows = [r for group in part for r in group_rows(policy, group, objective.row_tokens)]
+        batches += micro_batches(rows, objective.row_tokens)
 
     policy.model.train()
     weight, advantage = weight.to(policy.device), advantage.to(policy.device)
-    batches = list(micro_batches(rows, objective.row_tokens))
     old = _scores(policy, batches, objective) if objective.updates > 1 else None
     ref = _scores(reference, batches, objective) if reference is not None else None
     for _ in range(objective.updates):
@@ -346,10 +376,15 @@ def apply_gradient(
 ) -> float | None:
     """Clip and apply the gradient; its norm. One that is not finite never reaches the weights:
     nothing is applied and the norm is None."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norms = [torch.linalg.vector_norm(g) for g in gradients] or [torch.zeros(())]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     if not norm.isfinite():
         optimizer.zero_grad()
         return None
+    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item()
+    for gradient in gradients:
+        gradient.mul_(scale)
     optimizer.step()
     return norm.item()
 
