@@ -31,7 +31,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from data import COLORS, GRID, IMAGE, SIZE, TAGS, TEXTURES, Demonstration, Scene
 from data import cell_name, crop_turn, draw_scene, neutral_sample, search_sample
-from grpo import Row, apply_gradient, group_row, log_probs, micro_batches
+from grpo import Row, apply_gradient, gathered, group_row, level, log_probs, micro_batches
 from rollout import Policy, Rules, Trajectory, begin, check_fits, listen, speak
 from sandbox import Sandbox
 
@@ -70,17 +70,17 @@ def rows_of(policy: Policy, trajectories: list[Trajectory]) -> list[Row]:
 
 
 def mean_logp(policy: Policy, batches: list[list[Row]], learn: bool) -> float:
-    """Mean log pi over all acted tokens of some micro-batches; with `learn`, also the gradient of
-    minus it."""
-    tokens = sum(len(row.labels) for batch in batches for row in batch)
+    """Mean log pi over all acted tokens of some micro-batches, those of other processes included;
+    with `learn`, also the gradient of minus it."""
+    tokens = sum(gathered(sum(len(row.labels) for batch in batches for row in batch)))
     total = 0.0
-    for batch in batches:
+    for batch in level(policy, batches):
         with torch.set_grad_enabled(learn):
             logp, _ = log_probs(policy, batch)
             if learn:
                 (-logp.sum() / tokens).backward()
         total += logp.sum().item()
-    return total / tokens
+    return sum(gathered(total)) / tokens
 
 
 def imitate(
