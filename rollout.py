@@ -40,9 +40,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
+    PretrainedConfig,
     LogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -145,9 +147,11 @@ class Policy:
     def __init__(self, model: nn.Module, tokenizer, image_processor) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
         vocabulary, V = tokenizer.get_vocab(), model.config.text_config.vocab_size
-        for token in ("<|im_end|>", "<|image_pad|>"):
+        for token in ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>"):
             if token not in vocabulary:
                 raise ValueError(f"expected a Qwen2.5-VL tokenizer; this one has no {token}")
+        if (pad := vocabulary["<|image_pad|>"]) != (own := model.config.image_token_id):
+            raise ValueError(f"<|image_pad|> is token {pad}, but the model's is {own}: not a pair")
         self.image_id, self.end_id = vocabulary["<|image_pad|>"], vocabulary["<|im_end|>"]
         self.pad_id = tokenizer.pad_token_id
         # Tokens that would forge a turn or an image, and rows of the embedding that are no token.
@@ -176,13 +180,18 @@ class Policy:
         return self._reserved.sub(lambda match: "‹" + match[0][1:], text)
 
     def pictures(self, images: list[Image.Image]) -> list[Picture]:
-        """The pixel budget is the image processor's: one place, for acting and for learning."""
+        """The pixel budget is the image processor's: one place, for acting, learning, lengths."""
         if not images:
             return []
         batch = self.image_processor(images=images, return_tensors="pt")
         grids = batch["image_grid_thw"]
         pixels = batch["pixel_values"].split(grids.prod(-1).tolist())
         return [Picture(p, g) for p, g in zip(pixels, grids)]
+
+    def outline(self, image: Image.Image) -> Picture:
+        """A picture without its pixels: enough to count tokens, and a thousand times faster."""
+        patches = self.image_processor.get_number_of_image_patches(image.height, image.width)
+        return Picture(torch.empty(0), torch.tensor([1, 1, patches]))
 
     def encode(self, text: str, pictures: list[Picture]) -> Encoded:
         """Tokens of trusted text; its i-th <|image_pad|> becomes as many pads as picture i has
@@ -194,11 +203,13 @@ class Policy:
         text = "".join(part + pad for part, pad in zip(parts, pads))
         return Encoded(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures)
 
-    def encode_prompt(self, sample: Sample) -> Encoded:
+    def encode_prompt(self, sample: Sample, pixels: bool = True) -> Encoded:
+        """x of Eq. 2. Without pixels, only its ids are of use."""
         text = self.tokenizer.apply_chat_template(
             messages(sample, self.neutralise), tokenize=False, add_generation_prompt=True
         )
-        return self.encode(text, self.pictures([sample.image]))
+        picture = self.pictures([sample.image]) if pixels else [self.outline(sample.image)]
+        return self.encode(text, picture)
 
     def encode_observation(
         self, seen: Observation, pictures: list[Picture], closed: bool, limit: int
@@ -252,19 +263,65 @@ def check_checkpoint(name: str | Path) -> None:
         )
 
 
-def load_policy(name: str | Path, device: str | torch.device = "cpu") -> Policy:
-    """A folder or a hub name -> Policy in fp32. The tiny model and the 7B take the same path."""
+def load_policy(
+    name: str | Path, device: str | torch.device = "cpu", max_pixels: int | None = None,
+    weights: bool = True,
+) -> Policy:  # fmt: skip
+    """A folder or a hub name -> Policy. The tiny model and the 7B take the same path.
+
+    Weights are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
+    the budget of one image, prompt or observation; None keeps the checkpoint's own. It is set in
+    the image processor, which is saved with every export, and nowhere else. weights=False gives
+    the architecture alone, on the meta device: enough to count tokens and parameters.
+    """
     check_checkpoint(name)
     try:
-        model = Model.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
+        kind = PretrainedConfig.get_config_dict(name)[0].get("model_type")
+        if kind != "qwen2_5_vl":
+            raise ValueError(
+                f"{name} is a {kind!r} model, but the prompt, the vision tokens and the positions "
+                f"here are Qwen2.5-VL's: expected a checkpoint of type 'qwen2_5_vl'"
+            )
+        if weights:
+            model, loading = Model.from_pretrained(
+                name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+            )
+            if missing := sorted(loading["missing_keys"]):
+                raise ValueError(f"{name} lacks {len(missing)} weights, such as {missing[0]}")
+        else:
+            with torch.device(device := "meta"):
+                model = Model(AutoConfig.from_pretrained(name))
         tokenizer = AutoTokenizer.from_pretrained(name)
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
     except OSError as error:
+        place = (
+            "the folder lacks a file of" if Path(name).is_dir() else "no folder, and no reach to"
+        )
         raise FileNotFoundError(
-            f"no model {str(name)!r}: it is neither a local checkpoint folder nor a hub name that "
-            f"can be reached from here. Give --model a folder, or check the name and the network."
+            f"no model {str(name)!r}: {place} a Qwen2.5-VL checkpoint of that name "
+            f"({str(error).splitlines()[0]}). Give --model a complete checkpoint folder, or check "
+            f"the hub name, the network and the licence"
         ) from error
+    if max_pixels is not None:
+        set_budget(image_processor, max_pixels)
     return Policy(model.to(device).eval(), tokenizer, image_processor)
+
+
+def set_budget(image_processor: Qwen2VLImageProcessorPil, max_pixels: int) -> None:
+    token = (image_processor.patch_size * image_processor.merge_size) ** 2  # pixels
+    if max_pixels < token:
+        raise ValueError(
+            f"--max-pixels {max_pixels} is less than one visual token, which takes {token} pixels"
+        )
+    least = min(image_processor.size["shortest_edge"], max_pixels)  # areas, despite their names
+    image_processor.size = {"shortest_edge": least, "longest_edge": max_pixels}
+
+
+def freeze_vision(policy: Policy) -> None:
+    """The vision tower keeps its weights, the projector to the text model included (Thyme freezes
+    the tower; that the projector goes with it is our reading). It gets no gradient and no
+    optimiser state. Call it before the optimiser is made."""
+    policy.model.model.visual.requires_grad_(False)
 
 
 class EndOfTurn(StoppingCriteria):
@@ -586,7 +643,7 @@ def check_fits(policy: Policy, sample: Sample, prompt: Encoded, rules: Rules) ->
         raise ValueError(
             f"sample {sample.id}: its prompt has {len(prompt.ids)} tokens ({visual} of them for the"
             f" image), but --max-length {rules.max_length} leaves {room} beside a turn of "
-            f"{rules.max_new_tokens}. Raise it, lower the pixel budget, or drop the question."
+            f"{rules.max_new_tokens}. Raise it, lower --max-pixels, or drop the question."
         )
 
 

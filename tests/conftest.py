@@ -1,6 +1,8 @@
 """What all tests share: a tiny random policy, and a way to put words into its mouth."""
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,8 @@ from hypothesis import settings
 from transformers import LogitsProcessor, LogitsProcessorList
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+os.environ.setdefault("HF_DATASETS_CACHE", tempfile.gettempdir() + "/codev-tests")  # not at home
 
 import rollout  # noqa: E402
 from data import Sample, toy_questions  # noqa: E402
