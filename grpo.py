@@ -17,13 +17,19 @@ Symbols     R reward   A advantage   ratio = pi_new / pi_old   eps clip range   
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
+import torch.distributed as dist
+from PIL import Image
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rollout import Picture, Policy, Trajectory
@@ -199,24 +205,27 @@ class Scorer(nn.Module):
     with Qwen's vocabulary the full logits of 8,000 slots take 5 GB, and autograd keeps copies.
     """
 
-    def __init__(self, policy: Policy, temperature: float, chunk: int = 1024) -> None:
+    def __init__(self, policy: Policy, chunk: int = 1024) -> None:
         super().__init__()
-        self.model, self.temperature, self.chunk = policy.model, temperature, chunk
+        self.model, self.chunk = policy.model, chunk
         self.forbidden = torch.tensor(policy.forbidden, device=policy.device)
 
-    def logp(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = self.model.lm_head(hidden).float() / self.temperature  # [n, V]
+    def logp(self, hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
+        logits = self.model.lm_head(hidden).float() / temperature  # [n, V]
         logits = logits.index_fill(-1, self.forbidden, float("-inf"))
         return logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]  # [n]
 
-    def forward(self, keep: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, keep: Tensor, labels: Tensor, temperature: float, **inputs: Tensor) -> Tensor:
         """keep [N]: which of the B * L slots predict the acted tokens labels [N]. Returns [N]."""
         hidden = self.model.model(use_cache=False, **inputs)[0]  # [B, L, H]
-        return self.chunked(hidden.flatten(0, 1)[keep], labels)
+        return self.chunked(hidden.flatten(0, 1)[keep], labels, temperature)
 
-    def chunked(self, hidden: Tensor, labels: Tensor) -> Tensor:  # [N, H], [N] -> [N]
-        chunks = zip(hidden.split(self.chunk), labels.split(self.chunk))
-        return torch.cat([checkpoint(self.logp, h, y, use_reentrant=False) for h, y in chunks])
+    def chunked(self, hidden: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+        """[N, H], [N] -> [N]"""
+        return torch.cat([
+            checkpoint(self.logp, h, y, temperature, use_reentrant=False)
+            for h, y in zip(hidden.split(self.chunk), labels.split(self.chunk))
+        ])  # fmt: skip
 
 
 def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -235,7 +244,9 @@ def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tupl
     own = segment[:, :, None] == segment[:, None, :]
     sees = before & (own | (segment == 0)[:, None, :])  # [B, L, L] row i may look at column j
     device = policy.device
-    logp = Scorer(policy, temperature)(
+    scorer = policy.scorer or Scorer(policy)
+    logp = scorer(
+        temperature=temperature,
         keep=torch.cat([b * L + row.keep for b, row in enumerate(rows)]).to(device),
         labels=torch.cat([row.labels for row in rows]).to(device),
         input_ids=ids.to(device),
@@ -244,6 +255,99 @@ def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tupl
         **policy.model_images([picture for row in rows for picture in row.pictures]),
     )
     return logp, torch.cat([row.owner for row in rows]).to(device)
+
+
+# Several processes: each plays its own questions, and they meet in the gradient
+
+
+def processes() -> tuple[int, int]:
+    """(which one this is, how many there are)"""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gathered(value) -> list:
+    """`value` of every process, in their order."""
+    values = [value] * processes()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def mine(items: list) -> list:
+    """This process's share of a global batch."""
+    rank, n = processes()
+    return items[rank::n]
+
+
+def parts(items: list) -> list[list]:
+    """A micro-batch never mixes two parts. A share is one part; but one process alone takes the
+    shares of two as its parts, and so adds up the very numbers that two processes add up: floats
+    do not forgive another order, and hundreds of steps make a last bit visible."""
+    return [items[0::2], items[1::2]] if processes()[1] == 1 else [items]
+
+
+def shard(policy: Policy) -> None:
+    """Cut weights, gradients and optimiser state evenly over the processes (FSDP2; ZeRO-3). Every
+    layer is fetched as a whole when its turn comes. Weights stay fp32: at a learning rate of 1e-6
+    a bf16 weight would never move. On a GPU they are fetched, and compute, in bf16; gradients are
+    added up in fp32. One process on a CPU has nothing to cut and is left as it is."""
+    kind, n = policy.device.type, processes()[1]
+    if n == 1 and kind == "cpu":
+        return
+    how = dict(mesh=init_device_mesh(kind, (n,)), reshard_after_forward=True)
+    if kind != "cpu":
+        # Inputs are not cast: that would round the vision tower's rotary angles, and the policy
+        # would no longer be the actor to the last bit.
+        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, False)
+    policy.scorer = Scorer(policy)
+    inner = policy.model.model
+    for module in (*inner.visual.blocks, *inner.language_model.layers, policy.scorer):
+        fully_shard(module, **how)
+        module.set_gradient_divide_factor(1.0)  # a sum over processes: see `learn`
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def actor_of(policy: Policy) -> Policy:
+    """Who plays: a whole copy of the policy on every process, in the precision it computes in, so
+    that generate needs no other process. Before `shard`. On one CPU the policy plays itself."""
+    kind, n = policy.device.type, processes()[1]
+    if n == 1 and kind == "cpu":
+        return policy
+    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
+    # (deepcopy takes what it finds in its memo: no second copy in fp32, and buffers stay fp32.)
+    memo = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
+            for p in policy.model.parameters()}  # fmt: skip
+    actor = copy.copy(policy)
+    actor.model = copy.deepcopy(policy.model, memo)
+    return actor
+
+
+@torch.no_grad()
+def sync(policy: Policy, actor: Policy) -> None:
+    """Give the actor the policy's weights: once a step, before it plays."""
+    if actor is not policy:
+        pairs = zip(policy.model.parameters(), actor.model.parameters(), strict=True)
+        for p, q in pairs:
+            q.copy_(whole(p.detach().to(q.dtype)))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def level(policy: Policy, batches: list[list[Row]]) -> list[list[Row]]:
+    """The same number of micro-batches for every process, each with a picture in it. Layers are
+    fetched by all processes together: one that made fewer passes, or left the vision tower out
+    where others need it, would leave them waiting for ever. What is missing is made up by a blank
+    row: a picture, and nothing to learn."""
+    if policy.scorer is None:
+        return batches
+    paper = policy.pictures([Image.new("RGB", (56, 56))])
+    blank = Trajectory(sample=None)
+    blank.observe(policy.encode("<|vision_start|><|image_pad|><|vision_end|>", paper))
+    row = group_row(policy, [(0, blank)])
+    seeing = [b if any(r.pictures for r in b) else [*b, row] for b in batches]
+    return seeing + [[row]] * (max(gathered(len(batches))) - len(batches))
 
 
 # Learn
@@ -287,6 +391,9 @@ def learn(
     be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
     hovers around 0, and its gradient is A * grad log pi all the same.
 
+    Several processes: each brings its own groups, and the gradient is that of all together. The
+    loss is a sum and gradients are added up, so no term needs to know how many processes there are.
+
     The report is of the last update. kl, entropy and clip_fraction are means over the tokens that
     were scored; kl is None without a reference. A step whose loss or gradient is not finite is
     skipped and reported; train.py counts those.
@@ -298,7 +405,10 @@ def learn(
     if objective.mask_truncated:
         cut = torch.tensor([t.ended in ("turns", "length") for t in trajectories])
         lengths = lengths.masked_fill(cut, 0.0)
-    weight = LOSS_AVERAGES[objective.loss_agg](lengths).masked_fill(lengths == 0, 0.0)  # [M]
+    everyone = gathered(lengths)  # an average is over the rollouts of all processes
+    weight = LOSS_AVERAGES[objective.loss_agg](torch.cat(everyone))
+    weight = weight.split(list(map(len, everyone)))[processes()[0]]
+    weight = weight.masked_fill(lengths == 0, 0.0)  # [M]
 
     # Without a KL term a rollout with A = 0 has no gradient: leave it out.
     extra = [own for group in turns for own in group] if turns else [None] * len(trajectories)
@@ -306,14 +416,15 @@ def learn(
             for t, a, own in zip(trajectories, advantage.tolist(), extra, strict=True)]  # fmt: skip
     pulled = torch.tensor([bool(A.any()) for A in A_of])
     useful = (weight > 0) & (pulled | (objective.beta > 0))
-    indexed, rows = iter(enumerate(trajectories)), []
-    for group in groups:
-        members = [(i, t) for i, t in islice(indexed, len(group)) if useful[i]]
-        rows += group_rows(policy, members, objective.row_tokens)
+    indexed, batches = iter(enumerate(trajectories)), []
+    members = [[(i, t) for i, t in islice(indexed, len(group)) if useful[i]] for group in groups]
+    for part in parts(members):
+        rows = [r for group in part for r in group_rows(policy, group, objective.row_tokens)]
+        batches += micro_batches(rows, objective.row_tokens)
 
     policy.model.train()
     weight = weight.to(policy.device)
-    batches = list(micro_batches(rows, objective.row_tokens))
+    batches = level(policy, batches)
     old = _scores(policy, batches, objective) if objective.updates > 1 else None
     ref = _scores(reference, batches, objective) if reference is not None else None
     for _ in range(objective.updates):
@@ -326,7 +437,8 @@ def learn(
             logp_old = old[b] if old else logp_new.detach()
             logp_ref = ref[b] if ref else logp_new.detach()
             anchor = logp_ref if objective.ratio_anchor == "ref" else logp_old
-            A = torch.cat([A_of[i] for i in owner.unique_consecutive().tolist()])  # [N]
+            own = [A_of[i] for i in owner.unique_consecutive().tolist()]
+            A = torch.cat([torch.zeros(0), *own])  # [N]
             A, w = A.to(policy.device), weight[owner]
             surrogate = clipped_surrogate(logp_new, anchor, A, objective.eps)
             kl = kl_k3(logp_new, logp_ref)
@@ -341,6 +453,8 @@ def learn(
                 report["kl"] += (w * kl).sum().item()
                 report["entropy"] -= (w * logp_new).sum().item()
                 report["clip_fraction"] += (w * clipped).sum().item()
+        report = {name: sum(gathered(value)) for name, value in report.items()}
+        scored, broken = sum(gathered(scored)), set().union(*gathered(broken))
         for name in ("kl", "entropy", "clip_fraction"):
             report[name] = report[name] / scored if scored else None
         if broken:
@@ -364,10 +478,16 @@ def apply_gradient(
 ) -> float | None:
     """Clip and apply the gradient; its norm. One that is not finite never reaches the weights:
     nothing is applied and the norm is None."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # (Of whole gradients, so that it is the same number on any number of processes.)
+    norms = [torch.linalg.vector_norm(whole(g)) for g in gradients] or [torch.zeros(())]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     if not norm.isfinite():
         optimizer.zero_grad()
         return None
+    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item()
+    for gradient in gradients:
+        gradient.mul_(scale)
     optimizer.step()
     return norm.item()
 

@@ -142,6 +142,8 @@ class Rules:
 class Policy:
     """A vision-language model with its tokenizer and image processor: pi_theta."""
 
+    scorer: nn.Module | None = None  # grpo.shard puts one here when several processes share it
+
     def __init__(self, model: nn.Module, tokenizer, image_processor) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
         vocabulary, V = tokenizer.get_vocab(), model.config.text_config.vocab_size

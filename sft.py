@@ -35,7 +35,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from data import COLORS, GRID, IMAGE, SIZE, TAGS, TEXTURES, Demonstration, Sample, Scene
 from data import Bad, Lazy, Skipped, Usable, plain_question, read_image, read_rows
 from data import cell_name, crop_turn, draw_scene, neutral_sample, search_sample
-from grpo import Row, apply_gradient, group_row, log_probs, micro_batches
+from grpo import Row, apply_gradient, gathered, group_row, level, log_probs, micro_batches
 from rollout import Policy, Rules, Trajectory, begin, check_fits, listen, speak
 from rewards import format_error
 from sandbox import Observation, Sandbox
@@ -78,31 +78,32 @@ def rows_of(policy: Policy, trajectories: Sequence[Trajectory]) -> Sequence[Row]
     return Lazy(row, trajectories) if isinstance(trajectories, Lazy) else [*map(row, trajectories)]
 
 
-def mean_logp(policy: Policy, rows: list[Row], row_tokens: int, learn: bool) -> float:
-    """Mean log pi over all acted tokens of `rows`; with `learn`, also the gradient of minus it."""
-    tokens = sum(len(row.labels) for row in rows)
+def mean_logp(policy: Policy, batches: list[list[Row]], learn: bool) -> float:
+    """Mean log pi over all acted tokens of some micro-batches, those of other processes included;
+    with `learn`, also the gradient of minus it."""
+    tokens = sum(gathered(sum(len(row.labels) for batch in batches for row in batch)))
     total = 0.0
-    for batch in micro_batches(rows, row_tokens):
+    for batch in level(policy, batches):
         with torch.set_grad_enabled(learn):
             logp, _ = log_probs(policy, batch)
             if learn:
                 (-logp.sum() / tokens).backward()
         total += logp.sum().item()
-    return total / tokens
+    return sum(gathered(total)) / tokens
 
 
 def imitate(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    batch_of: Callable[[int], list[Row]],
+    batches_of: Callable[[int], list[list[Row]]],
     steps: int,
     rate: Callable[[int], float],
-    row_tokens: int,
     start: int = 0,
     after: Callable[[int, float, float | None], bool | None] = lambda *_: False,
     title: str = "sft",
 ) -> int:
-    """`steps` steps of -mean log pi. batch_of(i) is the i-th batch, rate(i) its learning rate.
+    """`steps` steps of -mean log pi. batches_of(i) are the micro-batches of the i-th, rate(i) its
+    learning rate.
 
     after(i, loss, grad_norm) runs when step i is done and ends the loop by returning True.
     Returns the number of steps done.
@@ -113,7 +114,7 @@ def imitate(
         for group in optimizer.param_groups:
             group["lr"] = rate(i)
         optimizer.zero_grad()
-        loss = -mean_logp(policy, batch_of(i), row_tokens, learn=True)
+        loss = -mean_logp(policy, batches_of(i), learn=True)
         norm = apply_gradient(policy.model, optimizer, max_grad_norm=1.0)
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         if after(i, loss, norm):
@@ -464,10 +465,11 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0)
     began: int | None = None  # the step at which phase 2 began
 
-    def batch_of(i: int) -> list[Row]:
+    def batches_of(i: int) -> list[list[Row]]:
         rng = random.Random(f"pretrain {seed} {i}")
         mixture = mixtures[1 if began is None else 2]
-        return [row for kind, n in mixture.items() for row in rng.sample(rows[kind], n)]
+        drawn = [row for kind, n in mixture.items() for row in rng.sample(rows[kind], n)]
+        return list(micro_batches(drawn, row_tokens))
 
     def rate(i: int) -> float:
         if began is None:
@@ -485,7 +487,7 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
                 began = i + 1
         return began is not None and i + 1 - began >= phase_2
 
-    imitate(policy, optimizer, batch_of, 500 + phase_2, rate, row_tokens, after=after, title="tiny")
+    imitate(policy, optimizer, batches_of, 500 + phase_2, rate, after=after, title="tiny")
     now = {kind: skill(policy, held_out[kind], row_tokens) for kind in PACKS}
     say("held out  " + show(now))
     gates = {
@@ -513,5 +515,5 @@ if __name__ == "__main__":
     policy = load_policy("tiny")
     trajectories = list(replay_all(policy, demonstrations(6, seed=0)))
     for row in rows_of(policy, trajectories):
-        logp = mean_logp(policy, [row], 8192, learn=False)
+        logp = mean_logp(policy, [[row]], learn=False)
         print(f"{logp:8.2f} a token:", repr(policy.tokenizer.decode(row.labels.tolist())))

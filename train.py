@@ -41,7 +41,7 @@ from transformers.utils.logging import disable_progress_bar
 from data import demonstrations, toy_questions
 from evaluate import curves, evaluate, load_toy, report, table
 from faithfulness import rates
-from grpo import ADVANTAGES, LOSS_AVERAGES, Objective, learn
+from grpo import ADVANTAGES, LOSS_AVERAGES, Objective, Row, learn, micro_batches, mine, parts
 from rewards import REWARDS, BoxJudge, Weights, score, summary
 from rollout import Policy, Rules, check_checkpoint, load_policy, play
 from sandbox import Limits
@@ -357,6 +357,10 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
             rows, held_out = rows[:-100], rows[-100:]
             order = shuffled(len(rows), config.sft_batch, config.seed)
 
+    def packed(rows: list[Row]) -> list[list[Row]]:  # the micro-batches of this process
+        split = parts(mine(rows))
+        return [batch for part in split for batch in micro_batches(part, config.row_tokens)]
+
     def rate(i: int) -> float:  # ten steps of warm-up, then down to 2 %
         left = 1 - 0.98 * (i + 1) / config.sft_steps
         return config.sft_lr * min(1.0, (i + 1) / 10) * left
@@ -364,15 +368,15 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
     def after(i: int, loss: float, grad_norm: float | None) -> None:
         line = {"stage": "sft", "step": i + 1, "loss": loss, "grad_norm": grad_norm}
         if (i + 1) % 50 == 0:
-            line["held_out"] = -mean_logp(policy, held_out, config.row_tokens, learn=False)
+            line["held_out"] = -mean_logp(policy, packed(held_out), learn=False)
         run.log(line)
         if (i + 1) % config.save_every == 0:
             run.save(policy, optimizer, i + 1)
 
     with run.clock("sft"):
         imitate(
-            policy, optimizer, lambda i: [rows[k] for k in order(i)], config.sft_steps, rate,
-            config.row_tokens, start=run.state["step"], after=after,
+            policy, optimizer, lambda i: packed([rows[k] for k in order(i)]), config.sft_steps,
+            rate, start=run.state["step"], after=after,
         )  # fmt: skip
     run.end_stage(policy, measure_policy(run, config, policy), following="rl")
 

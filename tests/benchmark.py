@@ -259,7 +259,7 @@ def saved_bytes() -> bool:
             run()
         return sum(sizes) / 2**20
 
-    ours = kept(lambda: Scorer(policy, 1.0).chunked(hidden[keep], labels))
+    ours = kept(lambda: Scorer(policy).chunked(hidden[keep], labels))
     plain = kept(lambda: head(hidden).float().log_softmax(-1)[keep].gather(-1, labels[:, None]))
     return line("log-probs, MiB kept for backward: full logits / ours", ours, plain, 20)
 

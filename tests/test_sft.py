@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import sft
 from data import Bad, demonstrations
-from grpo import group_row, log_probs
+from grpo import group_row, log_probs, micro_batches
 from rollout import Policy, load_policy
 from sft import imitate, load_thyme, mean_logp, replay, replay_all, rows_of, shuffled
 
@@ -66,7 +66,8 @@ def test_the_loss_is_the_cross_entropy_of_the_acted_tokens(policy, trajectories)
             logits[at - 1], torch.tensor(t.ids)[at], reduction="none"))  # fmt: skip
     expected = torch.cat(losses).mean().item()
     for row_tokens in (8192, 150, 1):
-        got = -mean_logp(policy, rows_of(policy, trajectories), row_tokens, learn=False)
+        batches = list(micro_batches(rows_of(policy, trajectories), row_tokens))
+        got = -mean_logp(policy, batches, learn=False)
         assert got == pytest.approx(expected, rel=1e-5)
 
 
@@ -80,7 +81,7 @@ def test_imitation_learns_and_ends_when_told(policy, trajectories):
         losses.append(loss)
         return i == 11
 
-    done = imitate(learner, optimizer, lambda i: rows, 99, lambda i: 3e-3, 8192, after=after)
+    done = imitate(learner, optimizer, lambda i: [rows], 99, lambda i: 3e-3, after=after)
     assert done == len(losses) == 12
     assert losses[-1] < losses[0] / 2
     assert optimizer.param_groups[0]["lr"] == 3e-3

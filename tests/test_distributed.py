@@ -1,0 +1,180 @@
+"""python -m pytest tests/test_distributed.py      about 60 s: two processes do what one does.
+
+Run by torchrun, this file is also the two processes (`work`, below)."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ANSWER, LOOK, PRINT, RULES, SHORT, TWO, scripted
+
+from data import toy_questions
+from grpo import (
+    Objective,
+    actor_of,
+    gathered,
+    learn,
+    level,
+    log_probs,
+    micro_batches,
+    mine,
+    parts,
+    processes,
+    shard,
+    sync,
+    whole,
+)
+from rollout import Trajectory, play
+from sft import mean_logp, rows_of, tiny_policy
+
+ROOT = Path(__file__).resolve().parent.parent
+FAST, SLOW = [[SHORT], [ANSWER], [SHORT]], [[LOOK, PRINT, SHORT], [TWO, LOOK, ANSWER], [SHORT]]
+A = torch.tensor([[0.75, -0.25, -0.5], [1.0, -0.5, -0.5], [0.2, 0.3, -0.5], [0.0, 1.0, -1.0]])
+OBJECTIVES = {
+    "one micro-batch": dict(),
+    "many, of unequal number": dict(row_tokens=150),
+    "by rollout, against the reference": dict(loss_agg="sequence", beta=0.1, row_tokens=300),
+    "one process has nothing to learn": dict(beta=0.0),
+    "two updates": dict(updates=2),
+}
+
+
+class Still(torch.optim.SGD):
+    """An optimiser that changes nothing: gradients stay to be looked at."""
+
+    def __init__(self, policy):
+        super().__init__(policy.model.parameters(), lr=0.0)
+
+
+def torchrun(*words, n=2, **kwargs):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(n),
+               "--master_port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # fmt: skip
+    quiet = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *map(str, words)], cwd=ROOT, env=quiet, capture_output=True, text=True,
+        timeout=240, **kwargs,
+    )  # fmt: skip
+
+
+def text_only(policy, words):
+    t = Trajectory(sample=toy_questions(1, seed=words)[0])
+    t.observe(
+        policy.encode("<|im_start|>user\nWhere is it ?<|im_end|>\n<|im_start|>assistant\n", [])
+    )
+    t.prompt = len(t.ids)
+    t.act(policy.encode(words, []).ids)
+    return t
+
+
+def union(policy):
+    """Four groups of three: the first and third short or without any picture, the other two with
+    up to four pictures over three turns. Two processes take every other one of them."""
+    short, long = toy_questions(2, seed="distributed")
+    with scripted(policy, FAST):
+        (first,) = play(policy, [short], 3, RULES)
+    words = ("red", "I can see it . <answer>red</answer>", "a1 blue")
+    third = [text_only(policy, w) for w in words]
+    with scripted(policy, SLOW):
+        (second,) = play(policy, [long], 3, RULES)
+    with scripted(policy, SLOW[::-1]):
+        (fourth,) = play(policy, [long], 3, RULES)
+    return [first, second, third, fourth]
+
+
+def another(policy, seed=3):
+    """A reference: the same network, elsewhere."""
+    other = tiny_policy(seed=0)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in other.model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    return other
+
+
+def gradients(policy):
+    return {name: whole(p.grad).clone() for name, p in policy.model.named_parameters()}
+
+
+def measured(groups, advantage, policy, reference) -> dict:
+    """What is compared: report and gradient of a step on all groups, and of imitating them."""
+    found = {}
+    for name, changes in OBJECTIVES.items():
+        objective = Objective(**{"max_grad_norm": 1e9, "beta": 1e-3, **changes})
+        pull = advantage.clone()
+        if "nothing" in name:  # groups 0 and 2 are constant: both are those of process 0
+            pull[torch.isin(pull[:, 0], A[[0, 2], 0])] = 0.0
+        ref = reference if objective.beta else None
+        report = learn(policy, Still(policy), groups, pull, ref, objective)
+        report["kl"] = report["kl"] or 0.0
+        found[name] = (report, gradients(policy))
+    rows = rows_of(policy, [t for group in groups for t in group])
+    batches = [b for part in parts(rows) for b in micro_batches(part, 200)]
+    policy.model.zero_grad()
+    found["imitation"] = ({"logp": mean_logp(policy, batches, learn=True)}, gradients(policy))
+    return found
+
+
+def work(out: Path) -> None:
+    """One of two processes. Each has its own rollouts: those of process 0 end in turn 1 or have no
+    picture at all, those of process 1 take three turns, and its judge takes a while."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    policy, reference = tiny_policy(seed=0), another(None)
+    actor = actor_of(policy)
+    policy.model.activation_checkpointing_enable()
+    shard(policy), shard(reference)
+    sync(policy, actor)
+    groups = union(actor)
+    assert len(mine(groups)) == 2 and processes()[1] == 2
+    time.sleep(2 * processes()[0])
+    found = measured(mine(groups), mine(A), policy, reference)
+    held = sum(p.to_local().numel() for p in policy.model.parameters())
+    batch = rows_of(policy, groups[1])
+    with torch.no_grad():
+        acted, scored = log_probs(actor, batch)[0], log_probs(policy, level(policy, [batch])[0])[0]
+    if processes()[0] == 0:
+        torch.save((found, held, (acted - scored).abs().max().item()), out)
+    assert gathered("x") == ["x", "x"]
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    out = tmp_path_factory.mktemp("two") / "found.pt"
+    done = torchrun(__file__, out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(out, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def one(policy):
+    return measured(union(policy), A, policy, another(policy))
+
+
+@pytest.mark.parametrize("case", [*OBJECTIVES, "imitation"])
+def test_two_unequal_processes_have_the_gradient_of_one(one, two, case):
+    (report, gradient), (report_2, gradient_2) = one[case], two[0][case]
+    assert report_2 == pytest.approx(report, rel=1e-5, abs=1e-7)
+    g, g2 = (torch.cat([x.flatten() for x in gs.values()]) for gs in (gradient, gradient_2))
+    assert g.norm() > 1e-3 and (g - g2).norm() / g.norm() <= 1e-6
+    seeing = [name for name in gradient if "visual" in name]
+    assert any(gradient_2[name].norm() > 0 for name in seeing)
+
+
+def test_with_one_micro_batch_each_they_agree_to_the_last_bit(one, two):
+    (_, gradient), (_, gradient_2) = one["one micro-batch"], two[0]["one micro-batch"]
+    assert all(torch.equal(g, gradient_2[name]) for name, g in gradient.items())
+
+
+def test_each_process_holds_half_and_the_actor_is_the_policy(two, policy):
+    assert two[1] == pytest.approx(sum(p.numel() for p in policy.model.parameters()) / 2, rel=0.02)
+    assert two[2] == 0
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))
