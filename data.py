@@ -500,7 +500,8 @@ def read_image(cell: object, folder: Path | str | None = None) -> Image.Image:
         return upright_rgb(source)
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.error,
             Image.DecompressionBombError) as error:  # fmt: skip
-        raise ValueError(f"no image that can be read in {reprlib.repr(cell)}: {error}") from error
+        why = re.sub(r" <.*>", "", str(error))  # PIL names an object of ours
+        raise ValueError(f"no image that can be read in {reprlib.repr(cell)}: {why}") from error
 
 
 def image_bytes(cell: object, folder: Path | str | None = None) -> bytes:

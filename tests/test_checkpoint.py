@@ -19,11 +19,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import rollout
-from data import Sample
+from data import Sample, load_rl
 from grpo import group_row, log_probs
 from rollout import Policy, Rules, check_fits, freeze_vision, load_policy, play, set_budget
+from sft import load_thyme, rows_of
 
 MAKE = Path(__file__).resolve().parent.parent.parent / "shared" / "standin" / "make_checkpoint.py"
+FIXTURES = Path(__file__).resolve().parent / "fixtures"
 pytestmark = pytest.mark.skipif(
     not MAKE.exists(), reason="no stand-in checkpoint beside the project"
 )
@@ -113,8 +115,8 @@ def test_an_export_keeps_everything_a_reader_needs(standin, samples, tmp_path):
     assert load_policy(tmp_path).model.generation_config.eos_token_id == [151645, 151643]
 
 
-@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([784, 20_000, 100_352, 10**6]))
-@settings(max_examples=30)
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([20_000, 100_352, 10**6]))
+@settings(max_examples=20)
 def test_one_budget_counts_tokens_for_the_filter_the_rollout_and_the_loss(standin, w, h, budget):
     assume(max(w, h) < 200 * min(w, h))
     sample = Sample("big", Image.new("RGB", (w, h)), "?", "!")
@@ -122,8 +124,8 @@ def test_one_budget_counts_tokens_for_the_filter_the_rollout_and_the_loss(standi
         counted, played = (standin.encode_prompt(sample, pixels) for pixels in (False, True))
     assert counted.ids == played.ids  # the length filter sees what is played and learnt from
     tokens = int(played.pictures[0].grid.prod()) // 4
-    assert tokens == counted.ids.count(standin.image_id) and tokens * 784 <= max(budget, 784 * 256)
-    assert w * h <= budget or tokens * 784 <= budget
+    assert tokens == counted.ids.count(standin.image_id)
+    assert tokens * 784 <= budget or max(w, h) > 8 * min(w, h)  # a strip keeps one token a side
 
 
 def test_a_budget_travels_with_the_export(standin, tmp_path):
@@ -186,6 +188,20 @@ def test_a_frozen_tower_stays_and_the_rest_learns(standin, played):
     logp.sum().backward()
     for name, parameter in frozen.model.named_parameters():
         assert (parameter.grad is None) == name.startswith("model.visual.")
+
+
+def test_public_rows_fit_the_released_tokenizer_and_its_budget(standin):
+    """Words merge differently there: what is learnt is still exactly what the demonstrator said."""
+    with within(standin, 100_352):
+        trajectories, skipped = load_thyme(standin, FIXTURES / "thyme_sft.jsonl", "all")
+        fits = lambda s: check_fits(standin, s, standin.encode_prompt(s, False), Rules())  # noqa: E731
+        questions = load_rl(FIXTURES / "codev_rl.parquet", fits=fits)
+        for t, row in zip(trajectories, rows_of(standin, trajectories), strict=True):
+            said = "".join(step.text for step in t.steps)
+            assert standin.tokenizer.decode(row.labels) == said
+            assert t.ids.count(standin.image_id) == sum(int(p.grid.prod()) // 4 for p in t.images)
+            assert max(int(p.grid.prod()) * 14 * 14 for p in t.images) <= 100_352
+    assert (len(trajectories), skipped, len(questions)) == (8, [], 9)
 
 
 def test_a_prompt_that_leaves_no_room_names_both_numbers(standin):

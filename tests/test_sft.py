@@ -173,7 +173,7 @@ ONE = thyme_row(1)["response"]
 BAD_THYME = [
     ({"image": []}, "image: expected a list"),
     ({"image": None}, "image: expected a list, got 'None'"),
-    ({"image": [b"x"]}, "image: no image, in bytes of 1"),
+    ({"image": [b"x"]}, "image: no image that can be read in b'x'"),
     ({"image": thyme_row(2)["image"]}, r"image: 2 pictures for \[1, 0\] places"),
     ({"question": "How many?"}, r"image: 1 pictures for \[0, 0\] places"),
     ({"question": 5}, "question: expected a str, got '5'"),
