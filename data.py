@@ -965,7 +965,9 @@ def run(options: argparse.Namespace) -> str:
     policy = judge = fits = None
     if options.model:
         place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-        policy = load_policy(options.model, place, options.max_pixels, weights=options.difficulty)
+        policy = load_policy(
+            options.model, place, options.max_pixels, weights=bool(options.difficulty)
+        )
         if options.difficulty and place != "cpu":
             policy.model.to(torch.bfloat16)
     if options.describe:

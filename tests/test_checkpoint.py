@@ -2,6 +2,8 @@
 with its real tokenizer, chat template and settings, and a tiny random network inside."""
 
 import copy
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -140,9 +142,11 @@ def test_a_budget_travels_with_the_export(standin, tmp_path):
 
 def test_a_checkpoint_that_cannot_work_is_refused_and_says_why(standin, tmp_path, monkeypatch):
     def spoilt(name, file, change):
-        shutil.copytree(tmp_path / "good", tmp_path / name)
-        path = tmp_path / name / file
-        path.write_text(change(path.read_text())) if change else path.unlink()
+        shutil.copytree(tmp_path / "good", tmp_path / name, copy_function=os.link)
+        text = change and change((tmp_path / name / file).read_text())
+        (tmp_path / name / file).unlink()
+        if change:
+            (tmp_path / name / file).write_text(text)
         return tmp_path / name
 
     standin.save(tmp_path / "good")
@@ -159,17 +163,41 @@ def test_a_checkpoint_that_cannot_work_is_refused_and_says_why(standin, tmp_path
             spoilt("pair", "config.json", lambda s: s.replace(*other_image)),
             "is token 151655, but the model",
         ),
-        (spoilt("weights", "model.safetensors", None), "lacks a file"),
-        (spoilt("eyes", "preprocessor_config.json", None), "lacks a file"),
+        (spoilt("weights", "model.safetensors", None), "a file is missing there"),
+        (spoilt("eyes", "preprocessor_config.json", None), "a file is missing there"),
     ]
     for folder, words in cases:
         with pytest.raises((ValueError, FileNotFoundError), match=words):
             load_policy(folder)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="no reach to .* the network and the licence"):
+    with pytest.raises(FileNotFoundError, match="nor on the hub .* the network and the licence"):
         load_policy("Qwen/No-Such-Model")
     with pytest.raises(ValueError, match="--max-pixels 100 is less than one visual token"):
         load_policy(tmp_path / "good", max_pixels=100)
+
+
+def test_the_flat_config_of_the_released_checkpoint_is_read_alike(standin, tmp_path):
+    standin.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    kept = {name: value for name, value in text.items() if name not in ("model_type", "dtype")}
+    del kept["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(kept | config | rope))
+    flat = load_policy(tmp_path).model.config.text_config
+    own = standin.model.config.text_config
+    assert flat.rope_parameters["mrope_section"] == own.rope_parameters["mrope_section"]
+    assert flat.rope_parameters["rope_theta"] == own.rope_parameters["rope_theta"]
+    assert (flat.vocab_size, flat.hidden_size) == (own.vocab_size, own.hidden_size)
+
+
+def test_without_weights_a_policy_counts_all_the_same(standin, samples, tmp_path):
+    standin.save(tmp_path)
+    empty = load_policy(tmp_path, weights=False)
+    count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
+    assert count(empty.model) == count(standin.model) and empty.device.type == "meta"
+    ids = [p.encode_prompt(samples[0], pixels=False).ids for p in (empty, standin)]
+    assert ids[0] == ids[1]
 
 
 def test_weights_that_a_file_lacks_are_not_made_up(standin, tmp_path):

@@ -366,6 +366,18 @@ def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
         assert len(asked) == 9 - written[:cut].count(b"\n")
 
 
+def test_what_is_asked_is_told_apart_by_all_that_matters():
+    changes = (
+        {},
+        {"question": "x"},
+        {"answer": "x"},
+        {"options": ("x",)},
+        {"image": picture(1)[0]},
+    )
+    assert len({data.fingerprint(replace(SAMPLE, **change)) for change in changes}) == 5
+    assert data.fingerprint(replace(SAMPLE, id="x")) == data.fingerprint(SAMPLE)
+
+
 def test_a_record_of_another_setting_is_not_reused(tmp_path):
     samples, record = load_rl(RL), tmp_path / "d.jsonl"
     data.asked_once(samples, lambda some: [{}] * len(some), {"n": 8}, record, 4)
