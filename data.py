@@ -458,6 +458,8 @@ def _table(file: Path):
 
     if (kind := SUFFIXES.get(file.suffix)) is None:
         raise ValueError(f"{file}: expected a file that ends in one of {', '.join(SUFFIXES)}")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is empty")
     options = {}
     if kind == "csv":  # text throughout: no 007 -> 7, no option "None" -> missing
         import pandas
@@ -466,8 +468,6 @@ def _table(file: Path):
         names = pandas.read_csv(file, sep=options["sep"], nrows=0).columns
         options["features"] = datasets.Features({n: datasets.Value("string") for n in names})
         options["chunksize"] = 50  # rows in memory: a picture of 8K is 20 MB of base64
-    if file.stat().st_size == 0:
-        raise ValueError(f"{file} is empty")
     try:
         path = glob.escape(str(file.absolute()))
         table = datasets.load_dataset(kind, data_files=path, split="train", **options)
@@ -483,6 +483,8 @@ def _table(file: Path):
         elif hasattr(feature, "feature"):  # a list
             leave_undecoded(feature.feature)
 
+    if not len(table):
+        raise ValueError(f"{file} has no rows")
     leave_undecoded(table.info.features)  # (table.features is a copy)
     return table
 
@@ -774,36 +776,38 @@ def asked_once(
     own = record.with_suffix(f".{rank}.jsonl") if world > 1 else record
     own.parent.mkdir(parents=True, exist_ok=True)
     known: dict[str, dict] = {}
-    with open(own, "ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)  # a line that a crash cut short
-        for part in sorted({own, record, *record.parent.glob(record.stem + ".*.jsonl")}):
-            written = part.read_bytes() if part.exists() else b""
-            for line in map(json.loads, written[: written.rfind(b"\n") + 1].splitlines()):
-                if line["setting"] != setting:
-                    raise ValueError(
-                        f"{part} was made with {line['setting']}, and this is {setting}: give "
-                        f"another --out, or delete it"
-                    )
-                known[line["key"]] = line
-        found: list[dict | None] = []
-        bar = tqdm(total=len(samples), desc=record.stem, mininterval=5)
+    for part in {own, record, *record.parent.glob(record.stem + ".*.jsonl")}:
+        known |= read_record(part, setting)
+    found: list[dict | None] = []
+    with open(own, "ab") as file, tqdm(total=len(samples), desc=own.stem, mininterval=5) as bar:
+        file.truncate(len(whole_lines(own)))  # a line that a crash cut short
         for start in range(0, len(samples), batch):
-            some = list(samples[start : start + batch])
-            keys = [fingerprint(sample) for sample in some]
-            mine = [k for k in range(len(some)) if (start + k) % world == rank]
-            todo = [k for k in mine if keys[k] not in known]
-            for k, finding in zip(todo, ask([some[k] for k in todo]) if todo else ()):
+            some = [(fingerprint(sample), sample) for sample in samples[start : start + batch]]
+            todo = {key: s for k, (key, s) in enumerate(some, start) if k % world == rank}
+            todo = {key: s for key, s in todo.items() if key not in known}
+            for (key, s), finding in zip(todo.items(), ask([*todo.values()]) if todo else ()):
                 if finding is not None:
-                    told = dict(id=some[k].id, question=some[k].question, answer=some[k].answer)
-                    known[keys[k]] = told | finding | dict(setting=setting, key=keys[k])
-                    text = json.dumps(known[keys[k]], ensure_ascii=False)
-                    file.write(text.encode() + b"\n")
+                    told = dict(id=s.id, question=s.question, answer=s.answer) | finding
+                    known[key] = told | dict(setting=setting, key=key)
+                    file.write(json.dumps(known[key], ensure_ascii=False).encode() + b"\n")
             file.flush()
-            found += [known.get(key) for key in keys]
+            found += [known.get(key) for key, _ in some]
             bar.update(len(some))
-    bar.close()
     return found
+
+
+def read_record(file: Path, setting: dict) -> dict[str, dict]:
+    lines = [json.loads(line) for line in whole_lines(file).splitlines()]
+    for line in lines:
+        if line["setting"] != setting:
+            raise ValueError(f"{file} was made with {line['setting']}, and this is {setting}: give "
+                             f"another --out, or delete it")  # fmt: skip
+    return {line["key"]: line for line in lines}
+
+
+def whole_lines(file: Path) -> bytes:
+    written = file.read_bytes() if file.exists() else b""
+    return written[: written.rfind(b"\n") + 1]
 
 
 def fingerprint(sample: Sample) -> str:
@@ -919,16 +923,13 @@ def main(argv: list[str]) -> None:
         "every GPU; run it once more without, to write OUT.",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--describe", metavar="WHERE", help="rows, kinds, sizes, lengths; what cannot be used"
-    )
-    what.add_argument("--drop-sources", metavar="WHERE", help="drop sources of external knowledge")
-    what.add_argument(
-        "--check-labels", metavar="WHERE", help="ask the judge server; settle its doubts by hand"
-    )
-    what.add_argument(
-        "--difficulty", metavar="WHERE", help="drop what a model (nearly) always answers right"
-    )
+    for flag, help in {
+        "describe": "rows, kinds, sizes, lengths, and what cannot be used",
+        "drop-sources": "drop sources of external knowledge",
+        "check-labels": "ask the judge server about labels; settle its doubts by hand",
+        "difficulty": "drop what a model (nearly) always answers right",
+    }.items():
+        what.add_argument(f"--{flag}", metavar="WHERE", help=help)
     add = parser.add_argument
     add("--out", type=Path, default=Path("filtered.parquet"), help="what a filter writes")
     add("--external", default=",".join(EXTERNAL), help="words in the names of sources to drop")
@@ -965,10 +966,9 @@ def run(options: argparse.Namespace) -> str:
     policy = judge = fits = None
     if options.model:
         place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-        policy = load_policy(
-            options.model, place, options.max_pixels, weights=bool(options.difficulty)
-        )
-        if options.difficulty and place != "cpu":
+        plays = options.difficulty is not None
+        policy = load_policy(options.model, place, options.max_pixels, weights=plays)
+        if plays and place != "cpu":
             policy.model.to(torch.bfloat16)
     if options.describe:
         return describe(options.describe, policy, rules)
@@ -979,11 +979,8 @@ def run(options: argparse.Namespace) -> str:
     if options.difficulty:
         fits = lambda s: check_fits(policy, s, policy.encode_prompt(s, False), rules)  # noqa: E731
     where = options.drop_sources or options.check_labels or options.difficulty
-    samples, rows, record = (
-        load_rl(where, fits=fits),
-        read_rows(where),
-        options.out.with_suffix(".jsonl"),
-    )
+    samples, rows = load_rl(where, fits=fits), read_rows(where)
+    record = options.out.with_suffix(".jsonl")
     if options.drop_sources:
         verdicts = by_source(rows, samples.keys, options.external.split(","))
     elif options.check_labels:

@@ -186,6 +186,7 @@ def test_what_cannot_be_read_says_so(tmp_path, monkeypatch):
     for name, text, words in (
         ("a.jsonl", '{"a": 1}\nnot json\n', "a.jsonl cannot be read as .jsonl: JSON parse error"),
         ("b.jsonl", "", "b.jsonl is empty"),
+        ("d.csv", "a,b\n", "d.csv has no rows"),
         ("c.txt", "x", "c.txt: expected a file that ends in one of .parquet, .jsonl"),
     ):
         (tmp_path / name).write_text(text)
@@ -318,13 +319,11 @@ class FakeJudge:
 
     concurrency, model = 2, "fake"
 
-    def __init__(self, said: dict, breaks_at: str = "") -> None:
-        self.said, self.asked, self.breaks_at = said, [], breaks_at
+    def __init__(self, said: dict) -> None:
+        self.said, self.asked = said, []
 
     def check_label(self, sample):
         self.asked.append(sample.id)
-        if sample.id == self.breaks_at:
-            raise KeyboardInterrupt
         return self.said.get(sample.id, ("keep", "right"))
 
 
@@ -337,19 +336,20 @@ def test_sources_of_external_knowledge_are_dropped():
 
 
 def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
-    samples, record = load_rl(RL), tmp_path / "labels.jsonl"
+    samples_of, record = load_rl(RL), tmp_path / "labels.jsonl"
     told = {"chart-1": ("drop", "it says STOP"), "vstar-3": ("unsure", "blurred"), "chart-4": None}
+    samples = Lazy(lambda k: samples_of[k % 9], range(10))  # one of them stands there twice
     judge = FakeJudge(told)
     words = {s.id: v for s, v in zip(samples, data.by_label(samples, judge, record))}
     assert words["vstar-0"] == data.Verdict("keep", "right")
     assert words["chart-1"] == data.Verdict("drop", "it says STOP")
     assert words["vstar-3"].word == "unsure" and words["chart-4"].word == "no verdict"
-    assert sorted(judge.asked) == sorted(s.id for s in samples)
+    assert sorted(judge.asked) == sorted(s.id for s in samples_of)
 
     # A person settles the doubt; what is known is not asked again, what got no verdict is.
     record.write_text(record.read_text().replace('"unsure"', '"keep"'))
     again = FakeJudge({})
-    assert [v.word for v in data.by_label(samples, again, record)].count("keep") == 8
+    assert [v.word for v in data.by_label(samples, again, record)].count("keep") == 9
     assert again.asked == ["chart-4"]
 
 
