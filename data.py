@@ -471,8 +471,9 @@ def _table(file: Path):
     try:
         path = glob.escape(str(file.absolute()))
         table = datasets.load_dataset(kind, data_files=path, split="train", **options)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"{file} cannot be read as {file.suffix}: {error.__cause__}") from error
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        why = error.__cause__ or error
+        raise ValueError(f"{file} cannot be read as {file.suffix}: {why}") from error
 
     def leave_undecoded(feature) -> None:
         if isinstance(feature, dict):
@@ -483,8 +484,6 @@ def _table(file: Path):
         elif hasattr(feature, "feature"):  # a list
             leave_undecoded(feature.feature)
 
-    if not len(table):
-        raise ValueError(f"{file} has no rows")
     leave_undecoded(table.info.features)  # (table.features is a copy)
     return table
 
