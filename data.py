@@ -415,10 +415,10 @@ class Rows(Sequence):
 def read_rows(where: str | Path, split: str | None = None) -> Rows:
     """A parquet, jsonl, json, tsv or csv file, a folder of them, or a data set on the hub.
 
-    split: of a folder or the hub, only files (or folders) whose name begins with this word; it may
-    also be written behind a colon, as in "Kwai-Keye/Thyme-SFT:wo_thinking". Where a folder holds
-    files of several kinds, those of the first kind above count. Cells of tsv and csv are text,
-    empty ones "".
+    split: of a folder or the hub, only files (or folders) whose name begins with this word, or one
+    of several, a+b; it may also stand behind a colon: "Kwai-Keye/Thyme-SFT:wo_thinking+2round".
+    Files may differ in their columns. Where a folder holds several kinds of file, those of the
+    first kind above count. Cells of tsv and csv are text, empty ones "".
     """
     where = str(where)
     if split is None and ":" in where and not Path(where).exists():
@@ -426,7 +426,8 @@ def read_rows(where: str | Path, split: str | None = None) -> Rows:
     root = Path(where) if Path(where).exists() else _download(where, split)
     if root.is_file():
         return Rows([_table(root)], root.parent)
-    begins = re.compile(re.escape(split or "") + ("(?![a-z0-9])" if split else ""))
+    words = [re.escape(word) + "(?![a-z0-9])" for word in split.split("+")] if split else [""]
+    begins = re.compile("|".join(words))
     for suffix in SUFFIXES:
         inside = [file.relative_to(root) for file in sorted(root.rglob("*" + suffix))]
         files = [f for f in inside if not f.parts[0].startswith(".")
@@ -443,7 +444,7 @@ def _download(name: str, split: str | None) -> Path:
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is None:
         raise FileNotFoundError(f"no data in {name}: neither a file, a folder nor a hub name (a/b)")
     try:
-        patterns = split and [f"{split}*", f"*/{split}*"]
+        patterns = split and [p + word + "*" for word in split.split("+") for p in ("", "*/")]
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
     except OSError as error:
         raise FileNotFoundError(

@@ -75,6 +75,7 @@ def test_an_image_cell_may_have_any_public_form(form, folder):
 
 BROKEN = {
     "missing file": ("gone.png", "no such file, and no base64: 'gone.png' in /"),
+    "missing file of eight letters": ("gone1.png", "no such file, and no base64"),
     "half a JPEG": (jpeg(PICTURE)[:900], "no image that can be read in b'.*: image file is trunc"),
     "text": (b"<html>", "no image that can be read in b'<html>': cannot identify"),
     "empty list": ([], "expected one image, got a list of 0"),
@@ -168,7 +169,7 @@ def test_rows_of_several_files_are_one_sequence(tables, draw):
 def test_a_folder_is_its_files_of_the_first_kind_and_a_split_is_how_names_begin(tmp_path):
     for name in ("test-0001-of-0002", "test-0000-of-0002", "testmini-0", "train/part"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        parquet(tmp_path / f"{name}.parquet", [{"a": name}])
+        parquet(tmp_path / f"{name}.parquet", [{"a": name, name: {"columns": "differ"}}])
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     (tmp_path / ".cache").mkdir()
     parquet(tmp_path / ".cache" / "test.parquet", [{"a": "hidden"}])
@@ -177,6 +178,7 @@ def test_a_folder_is_its_files_of_the_first_kind_and_a_split_is_how_names_begin(
     assert names(tmp_path) == [*tests, "testmini-0", "train/part"]
     assert names(tmp_path, "test") == names(f"{tmp_path}:test") == tests
     assert names(tmp_path, "train") == ["train/part"]
+    assert names(tmp_path, "train+testmini") == ["testmini-0", "train/part"]
     assert read_rows(tmp_path).folder == tmp_path
     with pytest.raises(FileNotFoundError, match="no .parquet.* begins with 'val' in"):
         read_rows(tmp_path, "val")
