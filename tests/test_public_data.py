@@ -5,6 +5,7 @@ import csv
 import io
 import json
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from PIL import Image
 import data
 import rollout
 from data import Bad, Lazy, Rows, load_rl, read_image, read_rows
+from rewards import ChatJudge
 from rollout import Trajectory
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -182,6 +184,26 @@ def test_a_folder_is_its_files_of_the_first_kind_and_a_split_is_how_names_begin(
     assert read_rows(tmp_path).folder == tmp_path
     with pytest.raises(FileNotFoundError, match="no .parquet.* begins with 'val' in"):
         read_rows(tmp_path, "val")
+
+
+def test_a_hub_name_is_downloaded_as_far_as_needed_and_read_like_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    for name in ("train-0000", "2round-0000", "test-0000"):
+        parquet(tmp_path / "data" / f"{name}.parquet", [{"a": name}])
+    asked = []
+
+    def download(name, repo_type, allow_patterns):
+        asked.append((name, repo_type))
+        for file in tmp_path.rglob("*.parquet"):  # as the hub would
+            path = str(file.relative_to(tmp_path))
+            if allow_patterns and not any(fnmatch(path, p) for p in allow_patterns):
+                file.unlink()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert len(read_rows("some/set")) == 3
+    assert [row["a"] for row in read_rows("some/set:train+2round")] == ["2round-0000", "train-0000"]
+    assert len(list(tmp_path.rglob("*.parquet"))) == 2 and set(asked) == {("some/set", "dataset")}
 
 
 def test_what_cannot_be_read_says_so(tmp_path, monkeypatch):
@@ -353,6 +375,11 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
     again = FakeJudge({})
     assert [v.word for v in data.by_label(samples, again, record)].count("keep") == 9
     assert again.asked == ["chart-4"]
+
+
+def test_the_served_judge_can_be_asked_about_labels():
+    judge = ChatJudge("http://127.0.0.1:9/v1", "name")
+    assert judge.model == "name" and judge.concurrency > 0 and callable(judge.check_label)
 
 
 def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
