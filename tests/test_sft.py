@@ -149,7 +149,10 @@ def test_thymes_tokens_are_learnt_by_rounds_and_never_what_was_shown(policy, rou
     assert t.ids == sum((ids(w) + ids(turn) for w, turn in zip(world, turns)), [])
     (row,) = rows_of(policy, [t])
     assert row.labels.tolist() == sum((ids(turns[k]) for k in GOLDEN[rounds, n]), [])
-    assert len(t.images) == 1 + sum(word.count("<image>") for word in SHOWN[:n])
+    shown = [image for step in t.tool_steps for image in step.observation.images]
+    assert [image.tobytes() for image in shown] == [
+        picture(k + 1)[0].tobytes() for k in range(sum(w.count("<image>") for w in SHOWN[:n]))
+    ]
     assert (t.answer, t.ended, len(t.tool_steps)) == ("7", "answered", n)
     fast = thyme(policy, thyme_row(n), rounds, pixels=False)
     assert (fast.ids, fast.acted) == (t.ids, t.acted)
