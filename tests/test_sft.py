@@ -179,6 +179,7 @@ BAD_THYME = [
     ({"image": [b"x"]}, "image: no image that can be read in b'x'"),
     ({"image": thyme_row(2)["image"]}, r"image: 2 pictures for \[1, 0\] places"),
     ({"question": "How many?"}, r"image: 1 pictures for \[0, 0\] places"),
+    ({"question": "<image><image>?", "image": thyme_row(2)["image"]}, r"2 pictures for \[2, 0\]"),
     ({"question": 5}, "question: expected a str, got '5'"),
     ({"response": ""}, "response: expected a str"),
     ({"response": ONE.replace("</code>", "")}, "response: an output follows what is no code"),
