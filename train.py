@@ -249,8 +249,9 @@ def check(config: Config) -> None:
     least = dict(sft_steps=-1, rl_steps=0, keep=1, timeout=1, transcript_every=1, max_pixels=0,
                  sft_epochs=1e-9, sft_warmup=0, step_credit=0, questions=1, turns=1,
                  max_new_tokens=1, sft_batch=1, sft_demos=1, save_every=1, sandboxes=1,
-                 row_tokens=1, updates=1, eval_questions=4, threads=0, beta=0, eps=0, sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12,
-                 max_grad_norm=1e-12, lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, patience=0,
+                 row_tokens=1, updates=1, eval_questions=4, threads=0, beta=0, eps=0,
+                 sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12, max_grad_norm=1e-12,
+                 lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, patience=0,
                  max_log_chars=0)  # fmt: skip
     for f in fields(config):
         if f.type is float and not math.isfinite(getattr(config, f.name)):
@@ -525,18 +526,19 @@ class Run:
     def open(self, config: Config, stage: str, start: str | Path, lr: float, betas: tuple, device):
         """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
         The policy learns, cut over all processes; the actor plays."""
-        policy = load_policy(start, device, config.max_pixels or None)
-        if config.freeze_vision in (stage, "both"):
-            freeze_vision(policy)
-        actor = actor_of(policy)
-        if config.activation_checkpointing:
-            policy.model.activation_checkpointing_enable()
-        shard(policy)
-        learnt = [p for p in policy.model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(learnt, lr, betas, weight_decay=0.0)
-        if self.state["checkpoint"]:
-            self.restore(policy, optimizer, self.state["checkpoint"])
-        sync(policy, actor)
+        with self.clock("load"):
+            policy = load_policy(start, device, config.max_pixels or None)
+            if config.freeze_vision in (stage, "both"):
+                freeze_vision(policy)
+            actor = actor_of(policy)
+            if config.activation_checkpointing:
+                policy.model.activation_checkpointing_enable()
+            shard(policy)
+            learnt = [p for p in policy.model.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(learnt, lr, betas, weight_decay=0.0)
+            if self.state["checkpoint"]:
+                self.restore(policy, optimizer, self.state["checkpoint"])
+            sync(policy, actor)
         return policy, actor, optimizer
 
     def steps_left(self, steps: int) -> range:
@@ -838,7 +840,8 @@ def assemble(config: Config) -> Accelerator:
     speaks; errors of the others are still heard."""
     wait = InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))
     tracker = None if config.tracker == "none" else config.tracker
-    team = Accelerator(log_with=tracker, project_dir=config.out, kwargs_handlers=[wait])
+    cpu = "WORLD_SIZE" in os.environ and not torch.cuda.is_available()  # else it sees one process
+    team = Accelerator(cpu=cpu, log_with=tracker, project_dir=config.out, kwargs_handlers=[wait])
     if config.questions < team.num_processes:
         raise SystemExit(f"--questions {config.questions} for {team.num_processes} processes: "
                          f"every one needs at least one")  # fmt: skip
