@@ -1178,7 +1178,7 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5
 
     rows = [(max(map(area, filter(None, r.boxes))) / area((0, 0, *r.image_size)), s >= 0.5,
              truth(r) > 0) for r, s in zip(real, scores) if s is not None]  # fmt: skip
-    rows.sort()
+    rows.sort(key=lambda row: row[0])  # equal areas stay mixed
     lines += [f"{len(rows)} steps with crops, {len(real) - len(rows)} more without a verdict, by "
               "area of their crop", "", "| area | n | both say yes | judge alone | boxes alone | "
               "neither | kappa |", "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
