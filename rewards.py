@@ -62,12 +62,14 @@ from sandbox import Observation, Sandbox
 #   reference   right                                wrong
 #   B           B  b  (B)  B. red  **B**  \boxed{B}  A or B   not B   B and so on (no delimiter) *
 #   B           red, if that is the text of B        (A) red, if "red" is the text of B *
-#   1234        1,234   1234.0                       1,23   1235: whole numbers match exactly
+#   1234        1,234   1234.0   1{,}234             1,23   1 234 *   1235: whole numbers exactly
 #   0.5         .50   1/2   \frac{1}{2}   50%        0.50001: within one part in a million *
+#   5 cm        5   5.0 cm   5\text{ cm}   5cm       5 m   50 mm: nothing is converted *
 #   28%         28 percent   0.28   28 *             28 cm: units agree where both name one *
 #   3           3 apples   $3 *                      3 million   3 or 4   about 3   three *
 #   2\sqrt{2}   \sqrt{8}, by math-verify             what math-verify cannot settle in 5 s *
 #   blue        Blue.   the blue   "blue"            not blue   blue car   yes, blue *   (empty)
+#   blue        azure, if a judge says so            azure without a judge; "Solution:" anyhow *
 #   any         at most 1,000 characters             longer
 #
 # Text before the last "answer is" or "answer:", or outside the last \boxed{}, is working. *
@@ -77,12 +79,17 @@ MAX_ANSWER = 1000  # characters: long answers are how graders get talked round
 CUE = re.compile(r".*\b(?:answer|option|choice)\b[\s*]*(?:is\b|:)[\s*:]*", re.I | re.S)
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 WRAPPED = re.compile(r"\$+([^$]+)\$+|\\\((.+)\\\)|\\\[(.+)\\\]|\\(?:text|mathrm)\{([^{}]*)\}")
+LONE = re.compile(r"\(?[A-Z]\)?")  # a reference that is an option, though none are listed
 LETTER = re.compile(r"(?:option )?\(?([a-z])(?:$|[.):,]+ ?(.*))", re.I)
 ANOTHER = re.compile(r"\W*[A-Za-z]\W*$|.*(?:\([A-Za-z]\)|(?:\b(?:or|and)|[,/&]) ?[A-Z]\b)")
 NUMBER = re.compile(
     r"([-+]?) ?([$€£]?) ?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(e[-+]?\d\d?)?"
     r"(?: ?/ ?(0*[1-9]\d*))?( ?[%°]| (?!thousand|.illion)[^\W\d_]+)?"
 )
+LATEX = {
+    r"\\(?:text|mathrm|mbox)\{([^{}]*)\}": r" \1", r"\$([^$]+)\$": r"\1", r"\\[,;: ]|~": " ",
+    r"\{,\}": ",", r" ?\^\{?\\circ\}?": "°", r"\\([%$])": r"\1", "−": "-",
+}  # fmt: skip
 SIGNS = {"percent": "%", "dollars": "$", "degrees": "°"}
 FORMULA = re.compile(r"[\\^=√π]|\b[a-z] ?[-+*/]|[-+*/] ?[a-z]\b", re.I)
 OPENER = re.compile(
@@ -97,7 +104,7 @@ def is_correct(answer: str | None, sample: Sample) -> bool:
     if answer is None or len(answer) > MAX_ANSWER:
         return False
     reference = sample.answer.strip()
-    if not sample.options and not re.fullmatch("[A-Z]", reference):
+    if not sample.options and not LONE.fullmatch(reference):
         return same_answer(reference, answer)
     right = read_choice(reference, sample.options)
     if right is None:
@@ -124,7 +131,8 @@ def is_open(answer: str | None, sample: Sample) -> bool:
     """Is it for a judge to say whether this is right? Not where the reference is an option, a
     number or a formula; nor where the reply says nothing: judges pass ":" and openers (*)."""
     reference = unwrap(sample.answer)
-    ruled = sample.options or len(reference) < 2 or read_number(reference) or is_formula(reference)
+    choice = sample.options or LONE.fullmatch(reference) or not reference
+    ruled = choice or read_number(reference) or is_formula(reference)
     if ruled or answer is None or len(answer) > MAX_ANSWER:
         return False
     said = final_answer(answer)
@@ -173,7 +181,9 @@ def same_text(reference: str, reply: str) -> bool:
 
 def read_number(text: str) -> tuple[Fraction, str] | None:
     """(value, unit) if the whole text is one number, else None."""
-    text = text.casefold().replace("−", "-").replace("\\%", "%").replace("\\$", "$")
+    for latex, plain in LATEX.items():
+        text = re.sub(latex, plain, text)
+    text = " ".join(text.casefold().split())
     if (match := NUMBER.fullmatch(text)) is None:
         return None
     sign, currency, digits, power, below, unit = match.groups("")
@@ -712,7 +722,7 @@ def turn_credit(rewards: list[list[Reward]], weight: float = 0.2) -> list[list[R
     deviation = stdev(known) if len(known) > 1 else 0.0
 
     def credit(r: Reward) -> Reward:
-        if r.total is None or deviation == 0:
+        if r.total is None:
             return replace(r, turns=(0.0,) * len(r.turns))
         own = (weight * (G - mean) / (deviation + 1e-6) for G in r.turns[:-1])
         return replace(r, turns=(*own, 0.0)[: len(r.turns)])

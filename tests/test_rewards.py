@@ -560,10 +560,12 @@ def test_codedance_adds_nothing_where_no_turn_differs_or_nothing_is_known():
     same = [hand_made(SEARCH, RAN, answer=RIGHT), hand_made(SEARCH, answer=RIGHT)]
     (got,) = score([same], "codedance", BoxJudge(), Weights(), random.Random(0))
     assert [r.turns for r in got] == [(0.0, 0.0), (0.0,)]
-    mixed = [hand_made(SEARCH, FAILED, answer=RIGHT), hand_made(SEARCH, RAN, answer="unheard")]
-    silent = Answering(None)
-    (got,) = score([mixed], "codedance", silent, Weights(), random.Random(0))
-    assert got[1].total is None and got[1].turns == (0.0, 0.0)
+    said = ((FAILED, RIGHT), (RAN, RIGHT), (FAILED, "unheard"))
+    mixed = [hand_made(SEARCH, seen, answer=answer) for seen, answer in said]
+    (got,) = score([mixed], "codedance", Answering(None), Weights(), random.Random(0))
+    s = 0.2 * 0.25 / 0.125**0.5  # of -0.5 and 0 alone
+    assert got[0].turns == pytest.approx((-s, 0.0), abs=1e-4)
+    assert got[2].total is None and got[2].turns == (0.0, 0.0)
 
 
 def test_pyvision_by_hand():
