@@ -600,10 +600,11 @@ def test_the_gate_pays_tools_only_with_a_right_answer():
 
 
 def test_step_credit_goes_to_the_steps_own_turn():
-    # Scores 1, -1, 0 and none: mean 0. The answering turns and the rest get nothing.
-    group = [hand_made(SEARCH, *seen, answer=RIGHT) for seen in ((GOOD, TYPO), (WRONG,), ())]
+    # Scores 1, -1, 0.5: mean 1 / 6. The answering turns and who used no tool get nothing.
+    group = [hand_made(SEARCH, *seen, answer=RIGHT) for seen in ((GOOD, TYPO), (WIDE,), ())]
     (got,) = score([group], "tapo", BoxJudge(), Weights(step_credit=0.5), random.Random(0))
-    assert [r.turns for r in got] == [(0.5, -0.5, 0.0), (0.0, 0.0), (0.0,)]
+    assert got[0].turns == pytest.approx((0.5 * 5 / 6, 0.5 * -7 / 6, 0.0))
+    assert got[1].turns == pytest.approx((0.5 * 2 / 6, 0.0)) and got[2].turns == (0.0,)
     (off,) = score([group], "tapo", BoxJudge(), Weights(), random.Random(0))
     assert [r.turns for r in off] == [None] * 3 and [r.total for r in off] == [r.total for r in got]
     with pytest.raises(ValueError, match="accuracy has none"):
