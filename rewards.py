@@ -8,7 +8,7 @@ Paper       CodeV, arXiv:2511.19661, Eqs. 5 and 6; Fig. 9 shows that a format re
             gives no numbers but |lambda_tool| < |lambda_acc|: all values below are ours.
 In          groups of Trajectories (K rollouts of one question), a judge, weights
 Out         one Reward a trajectory, its parts kept apart; what it has for single turns
-Left out    judges that are trained; the values of others' settings
+Left out    training a judge; rewards that probe the policy itself (TACO, CounterCredit)
 Parts       answers, format, judges, TAPO, scoring: here CodeV ends. Then what other papers pay
             for, a served model as judge, how far a judge can be trusted, the hacking zoo
 Read next   grpo.py (what rewards teach), faithfulness.py (the same scores, as a measurement)
