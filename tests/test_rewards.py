@@ -667,10 +667,15 @@ def test_groups_are_judged_side_by_side_and_come_back_in_order():
 
 
 def test_the_null_does_not_depend_on_which_thread_is_first():
-    groups = [[hand_made(SEARCH, answer=RIGHT)] * 4 for _ in range(20)]
+    samples = [replace(SEARCH, question=f"{i} ?") for i in range(12)]
+    groups = [[hand_made(sample, answer="unheard")] * 4 for sample in samples]
 
     class Many(BoxJudge):
-        concurrency = 8
+        concurrency = 4
+
+        def same_answer(self, question, reference, reply):
+            time.sleep(0.02 * (question in ("0 ?", "1 ?")))  # the first come last
+            return False
 
     one, many = (
         score(groups, "random", judge, Weights(), random.Random(5))
