@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_checkpoint.py      about 20 s: the released checkpoint's file layout,
+"""python -m pytest tests/test_checkpoint.py      about 30 s: the released checkpoint's file layout,
 with its real tokenizer, chat template and settings, and a tiny random network inside."""
 
 import copy
