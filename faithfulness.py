@@ -40,6 +40,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -50,7 +51,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data import Box, Sample
+from data import Box, Sample, upright_rgb
 from grpo import group_row, group_rows, log_probs
 from rewards import BoxJudge, Judge, Reward, Weights, area, crop, hand_made, is_correct
 from rewards import ran_well, recall, step_score, tapo
@@ -59,6 +60,7 @@ from sandbox import Observation, Sandbox
 
 # Rates
 
+DRAWS = 1000  # of the bootstrap
 Parts = dict[str, tuple[float, float]]  # what one unit adds to each rate: above and below the line
 
 
@@ -216,36 +218,26 @@ def parts(f: Finding, aggregate: str = "any") -> Parts:
         return (sum(values), len(values)) if among else (0.0, 0.0)
 
     return {
-        "accuracy": one(f.correct),
-        "search_accuracy": one(f.correct, f.search),
-        "direct_accuracy": one(f.correct, not f.search),
-        "tool_use": one(f.calls > 0, f.search),
+        "accuracy": one(f.correct), "search_accuracy": one(f.correct, f.search),
+        "direct_accuracy": one(f.correct, not f.search), "tool_use": one(f.calls > 0, f.search),
         # Unconditional: these three partition the search questions.
-        "faithful": one(good, judged),
-        "unfaithful": one(bad, judged),
+        "faithful": one(good, judged), "unfaithful": one(bad, judged),
         "no_tool": one(not looked, judged),
         # Table 5: right, and for the right reason, over all questions.
         "faithful_and_correct": one(good * f.correct, judged),
         # Fig. 2: among right answers; and among those that came with a picture.
-        "faithful_given_correct": one(good, right),
-        "unfaithful_given_correct": one(bad, right),
+        "faithful_given_correct": one(good, right), "unfaithful_given_correct": one(bad, right),
         "no_tool_given_correct": one(not looked, right),
         "faithful_given_correct_and_shown": one(good, right and looked),
-        # "57 % of tool calls" may mean this one.
-        "faithful_per_call": each(f.hits, judged),
+        "faithful_per_call": each(f.hits, judged),  # "57 % of tool calls" may mean this one
         "accuracy_given_faithful": (good * right, good * judged),
         # Against labelled boxes, whatever a judge says: any target seen, or each of them.
-        **{
-            f"box_{some}_{percent}": one(boxed and of(f.recalls) >= percent / 100, boxed)
-            for percent in (50, 80)
-            for some, of in (("any", max), ("all", min))
-        },
-        "focus": each(f.focuses, boxed),
-        "crop_area": each(f.areas, f.search),
-        "calls": one(f.calls),
-        "error_rate": one(f.failed > 0),
+        **{f"box_{some}_{percent}": one(boxed and of(f.recalls) >= percent / 100, boxed)
+           for percent in (50, 80) for some, of in (("any", max), ("all", min))},
+        "focus": each(f.focuses, boxed), "crop_area": each(f.areas, f.search),
+        "calls": one(f.calls), "error_rate": one(f.failed > 0),
         "no_verdict": one(not f.has_verdict, f.search),
-    }
+    }  # fmt: skip
 
 
 NOTHING = dict.fromkeys(parts(Finding(False, False, (), 0, 0, (), ())), (0.0, 0.0))
@@ -269,6 +261,12 @@ def cross_table(findings: Iterable[Finding], aggregate: str = "any") -> dict[str
             row["faithful"] += faithful(f, aggregate)
             row["not"] += 1 - faithful(f, aggregate)
     return table
+
+
+def cross_listing(findings: Iterable[Finding], aggregate: str = "any") -> str:
+    table = cross_table(findings, aggregate)
+    rows = [(answer, *map("{:g}".format, row.values())) for answer, row in table.items()]
+    return grid([("", *table["correct"]), *rows])
 
 
 def rates(
@@ -343,39 +341,44 @@ def use_of(t: Trajectory) -> Parts:
     }  # fmt: skip
 
 
-def tool_use(trajectories: Iterable[Trajectory], draws: int = 1000) -> dict[str, Rate]:
+def tool_use(trajectories: Iterable[Trajectory], draws: int = DRAWS) -> dict[str, Rate]:
     units = [(use_of(t), t.sample.id) for t in trajectories]
     return add_up(*zip(*units), draws) if units else {}
 
 
-# Lies (Table 6). Each takes a picture, its box and the image it is from, and returns what is shown
-# instead; None: there is no such picture.
+# Lies (Table 6)
+
+PERTURBATIONS = ("identity", "mask", "noise", "random", "empty")
 
 
-def identity(picture: Image.Image, box: Box | None, image: Image.Image, rng: Random) -> Image.Image:
-    """The same, encoded once more as a good JPEG: the noise floor."""
-    buffer = io.BytesIO()
-    picture.convert("RGB").save(buffer, "JPEG", quality=95, subsampling=0)
-    return Image.open(buffer).convert("RGB")
+def lie(name: str, seen: Observation, image: Image.Image, rng: Random) -> Observation:
+    """What is told instead of `seen`, which showed parts of `image`. The boxes stay: they say what
+    the code asked for. empty: no tool output at all, neither pictures nor text. A lie that cannot
+    be told is a failure of ours, an `environment`, and the trajectory will leave the study."""
+    if name == "empty":
+        return replace(seen, text="", images=[], error=None, notes=[], environment=None)
+    shown = [other(name, p, box, image, rng) for p, box in zip(seen.images, seen.boxes)]
+    if any(picture is None for picture in shown):
+        return replace(seen, images=[], environment="there is no other crop of this size")
+    return replace(seen, images=shown)
 
 
-def mask(picture: Image.Image, box: Box | None, image: Image.Image, rng: Random) -> Image.Image:
-    """Grey all over; black, if it was grey all over."""
-    grey = Image.new("RGB", picture.size, (128, 128, 128))
-    return Image.new("RGB", picture.size) if grey == picture else grey
-
-
-def noise(picture: Image.Image, box: Box | None, image: Image.Image, rng: Random) -> Image.Image:
-    """Gaussian noise and nothing else."""
-    values = np.random.default_rng(rng.getrandbits(32)).normal(128, 64, (*picture.size[::-1], 3))
-    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
-
-
-def elsewhere(
-    picture: Image.Image, box: Box | None, image: Image.Image, rng: Random
+def other(
+    name: str, picture: Image.Image, box: Box | None, image: Image.Image, rng: Random
 ) -> Image.Image | None:
-    """Another part of the image, as large as the crop and shown at its scale."""
-    place = box and place_beside(box, image.size, rng)
+    """What is shown instead of a picture, in its size; None: there is no such thing."""
+    if name == "identity":  # encoded once more, as a good JPEG: the noise floor
+        picture.convert("RGB").save(buffer := io.BytesIO(), "JPEG", quality=95, subsampling=0)
+        return Image.open(buffer).convert("RGB")
+    if name == "mask":  # grey all over; black, if it was grey all over
+        grey = Image.new("RGB", picture.size, (128, 128, 128))
+        return Image.new("RGB", picture.size) if grey == picture else grey
+    if name == "noise":  # Gaussian, and nothing else
+        pixels = np.random.default_rng(rng.getrandbits(32)).normal(
+            128, 64, (*picture.size[::-1], 3)
+        )
+        return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    place = box and place_beside(box, image.size, rng)  # random: another part, at the same scale
     return place and image.crop(place).resize(picture.size)
 
 
@@ -394,41 +397,21 @@ def place_beside(box: Box, size: tuple[int, int], rng: Random) -> Box | None:
     return x, y, x + w, y + h
 
 
-LIES = {"identity": identity, "mask": mask, "noise": noise, "random": elsewhere}
-PERTURBATIONS = (*LIES, "empty")  # empty: no tool output at all, neither pictures nor text
-
-
-def lie(name: str, seen: Observation, image: Image.Image, rng: Random) -> Observation:
-    """What is told instead. Its boxes stay: they say what the code asked for. A lie that cannot be
-    told is a failure of ours, an `environment`, and the trajectory will leave the study."""
-    if name == "empty":
-        return replace(seen, text="", images=[], error=None, notes=[], environment=None)
-    shown = [LIES[name](picture, box, image, rng) for picture, box in zip(seen.images, seen.boxes)]
-    if any(picture is None for picture in shown):
-        return replace(seen, images=[], environment="there is no other crop of this size")
-    return replace(seen, images=shown)
-
-
 def up_to(policy: Policy, t: Trajectory, i: int) -> Trajectory:
     """A copy that ends with the i-th action, before anything of its outcome is told."""
-    seen = [picture for step in t.steps[:i] for picture in step.observation.images]
+    seen, end = [p for step in t.steps[:i] for p in step.observation.images], t.steps[i].end
     pictures = t.images[: t.prompt_images + len(seen)]
     pictures = pictures or policy.pictures([t.sample.image, *seen])  # it was read from a file
-    copy, end = (
-        begin(t.sample, Encoded(t.ids[: t.prompt], pictures[: t.prompt_images])),
-        t.steps[i].end,
-    )
-    copy.ids, copy.acted, copy.images = t.ids[:end], t.acted[:end], pictures
-    copy.steps = [*t.steps[:i], replace(t.steps[i], observation=None)]
-    return copy
+    steps = [*t.steps[:i], replace(t.steps[i], observation=None)]
+    return replace(t, ids=t.ids[:end], acted=t.acted[:end], images=pictures, steps=steps,
+                   answer=None, ended="")  # fmt: skip
 
 
 def retell(
     policy: Policy, cases: list[tuple[Trajectory, int]], name: str, rules: Rules, seed: int
 ) -> list[Trajectory]:
     """Each trajectory played on from its i-th action, with a lie for all that tools show since."""
-    copies, live, confine = [up_to(policy, *case) for case in cases], {}, rules.allow_weak_sandbox
-    sandboxes = [Sandbox(t.sample.image, rules.limits, confine) for t in copies]
+    copies, live, weak = [up_to(policy, *case) for case in cases], {}, rules.allow_weak_sandbox
 
     def restore(sandbox: Sandbox, copy: Trajectory) -> None:  # later code may need its variables
         for step in copy.steps:
@@ -438,19 +421,18 @@ def retell(
         run = lambda code: lie(name, sandbox.run(code), image, rng)  # noqa: E731
         return SimpleNamespace(run=run, close=sandbox.close)
 
-    try:
-        with ThreadPoolExecutor(rules.sandboxes) as pool:
-            list(pool.map(restore, sandboxes, copies))
-        for copy, sandbox, (t, i) in zip(copies, sandboxes, cases):
-            rng = Random(f"{seed} {name} {t.sample.id}")
-            told = lie(name, t.steps[i].observation, t.sample.image, rng)
+    with ExitStack() as stack, ThreadPoolExecutor(rules.sandboxes) as pool:
+        boxes = [Sandbox(t.sample.image, rules.limits, weak) for t in copies]
+        for sandbox in boxes:
+            stack.callback(sandbox.close)
+        list(pool.map(restore, boxes, copies))
+        for copy, sandbox, (t, i) in zip(copies, boxes, cases):
+            image, rng = t.sample.image, Random(f"{seed} {name} {t.sample.id}")
+            told = lie(name, t.steps[i].observation, image, rng)
             if listen(policy, copy, told, policy.pictures(told.images), rules):
-                live[id(copy)] = liar(sandbox, t.sample.image, rng)
+                live[id(copy)] = liar(sandbox, image, rng)
         if live:
             play_on(policy, [copy for copy in copies if id(copy) in live], live, rules)
-    finally:
-        for sandbox in sandboxes:
-            sandbox.close()
     return copies
 
 
@@ -474,7 +456,7 @@ def is_right(t: Trajectory) -> bool:
 def perturb(
     policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
     names: Sequence[str] = PERTURBATIONS, seed: int = 0,
-    right: Callable[[Trajectory], bool] = is_right, draws: int = 1000,
+    right: Callable[[Trajectory], bool] = is_right, draws: int = DRAWS,
 ) -> dict[str, dict[str, dict[str, Rate]]]:  # fmt: skip
     """Table 6: the search questions on which a tool showed a picture, played again greedily from
     the first picture on, under each lie. {source of the questions: {lie: {measure: Rate}}}.
@@ -530,23 +512,20 @@ def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool
 
 
 def perturbation_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
-    """Table 6 as plain text, in %."""
+    """Table 6 as plain text, in %. possible: of how many trajectories the lie could be told."""
 
-    def percent(rate: Rate) -> str:
+    def cell(rate: Rate) -> str:
         return "-" if rate.value is None else f"{100 * rate.value:.1f}"
 
-    rows = [("", "possible", "thoughts", "actions", "answers", "accuracy", "95 %", "clean",
+    if not study:
+        return "no tool showed a picture on any search question: there is nothing to perturb"
+    rows = [("", "possible", "thoughts", "actions", "answers", "accuracy", "clean",
              "after a hit", "clean", "after a miss", "clean")]  # fmt: skip
     for source, lies in study.items():
-        rows.append((source, *[""] * 11))
-        for name, r in lies.items():
-            cells = [percent(r[key]) for key in r]
-            ends = r["accuracy"].interval
-            cells.insert(5, "{:.1f} to {:.1f}".format(*(100 * e for e in ends)) if ends else "")
-            possible = r["possible"]
-            rows.append(
-                (f"  {name}", f"{possible.numerator:g}/{possible.denominator:g}", *cells[1:])
-            )
+        rows.append((source, *[""] * 10))
+        for name, (possible, *shares) in ((name, r.values()) for name, r in lies.items()):
+            n = f"{possible.numerator:g}/{possible.denominator:g}"
+            rows.append((f"  {name}", n, *map(cell, shares)))
     return grid(rows)
 
 
@@ -582,7 +561,7 @@ def without_tools(
 
 def ablation(
     trajectories: Sequence[Trajectory], direct: Sequence[Trajectory],
-    right: Callable[[Trajectory], bool] = is_right, draws: int = 1000,
+    right: Callable[[Trajectory], bool] = is_right, draws: int = DRAWS,
 ) -> dict[str, Rate]:  # fmt: skip
     """Is the tool worth it? Accuracy with and without, and what only one of them solves."""
     pairs = [(right(t), right(d)) for t, d in zip(trajectories, direct, strict=True)]
@@ -594,7 +573,7 @@ def ablation(
 @torch.no_grad()
 def evidence(
     policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
-    crops: int = 4, margin: float = 0.1, seed: int = 0, draws: int = 1000,
+    crops: int = 4, margin: float = 0.1, seed: int = 0, draws: int = DRAWS,
 ) -> dict[str, Rate]:  # fmt: skip
     """What the calls on search questions were worth, in nats of log pi(reference answer):
 
@@ -656,14 +635,14 @@ def answer_log_probs(
 
 # Trajectories of other agents
 
-MUST = {"question": str, "image": str, "answer": (str, type(None)), "correct": bool, "steps": list}
-MAY = {"targets": list, "kind": str, "text": str, "id": str, "reference": str}
+FIELDS = {"question": str, "image": str, "answer": (str, type(None)), "correct": bool,
+          "steps": list, "targets": list, "kind": str, "text": str, "id": str}  # fmt: skip
 STEP = {"box": list, "image": str, "text": str, "code": str, "error": (str, type(None)),
         "score": (int, float, type(None))}  # fmt: skip
-PLAIN = BoxJudge(visible=0.5, focus=(0.0, 0.0))  # half of a target is in view, however large a crop
+HALF = BoxJudge(visible=0.5, focus=(0.0, 0.0))  # half of a target in view, however large the crop
 
 
-def read_foreign(path: Path, judge: Judge = PLAIN) -> Iterator[tuple[Trajectory, Reward]]:
+def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
     """One after the other: pictures may be large. The head of this file has the schema."""
     for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         try:
@@ -677,42 +656,38 @@ def read_foreign(path: Path, judge: Judge = PLAIN) -> Iterator[tuple[Trajectory,
 
 
 def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajectory, Reward]:
-    check_fields(line, MUST, MAY, "the line")
-    image = Image.open(folder / line["image"])
-    sample = Sample(line.get("id", name), image, line["question"], line.get("reference", ""))
-    image = sample.image  # upright
-    targets = tuple(box_in(image, box) for box in line.get("targets", []))
-    sample = replace(sample, boxes=targets, kind=line.get("kind", "search"))
+    check(line, FIELDS, [*FIELDS][:5], "the line")
+    image, kind = upright_rgb(Image.open(folder / line["image"])), line.get("kind", "search")
+    boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
+    sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
     steps, scores = [], []
     for number, step in enumerate(line["steps"], start=1):
-        check_fields(step, {}, STEP, f"step {number}")
-        box, file, error = (step.get(key) for key in ("box", "image", "error"))
+        check(step, STEP, [], f"step {number}")
+        error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
         seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
-        if box or file:
-            box = box_in(image, box) if box else None
-            seen.images = [Image.open(folder / file).convert("RGB") if file else image.crop(box)]
-            seen.boxes, seen.sources = [box], ["reported"]
+        if box or "image" in step:
+            picture = Image.open(folder / step["image"]) if "image" in step else image.crop(box)
+            seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
         blind = seen.boxes == [None] and isinstance(judge, BoxJudge)  # it sees boxes, no pictures
-        scores.append(step["score"] if "score" in step
-                      else None if blind else step_score(sample, seen, judge))  # fmt: skip
+        own = None if blind else step_score(sample, seen, judge)
+        scores.append(step.get("score", own))
         if not -1 <= (scores[-1] or 0) <= 1:
             raise ValueError(f"step {number} has score {scores[-1]}: expected one from 0 to 1")
         steps.append(Step(step.get("text", ""), step.get("code", ""), seen, 0, 0))
     steps.append(Step(line.get("text", ""), None, None, 0, 0))
-    ended = "turns" if line["answer"] is None else "answered"
-    trajectory = Trajectory(sample, steps=steps, answer=line["answer"], ended=ended)
+    trajectory = Trajectory(sample, steps=steps, answer=line["answer"], ended="answered")
     return trajectory, Reward(float(line["correct"]), None, 0.0, tuple(scores), None)
 
 
-def check_fields(found: object, must: dict, may: dict, what: str) -> None:
+def check(found: object, types: dict, must: list[str], what: str) -> None:
     if not isinstance(found, dict):
-        raise ValueError(f"{what} is {found!r:.60}: expected an object")
-    if missing := must.keys() - found.keys():
-        raise ValueError(f"{what} has no {', '.join(sorted(missing))}")
+        raise ValueError(f"{what} is {found!r:.60}, no object")
+    if missing := [key for key in must if key not in found]:
+        raise ValueError(f"{what} has no {', '.join(missing)}")
     for key, value in found.items():
-        if key not in must and key not in may:
-            raise ValueError(f"{what} has {key!r}; known are {', '.join([*must, *may])}")
-        if not isinstance(value, (must | may)[key]):
+        if key not in types:
+            raise ValueError(f"{what} has {key!r}; known are {', '.join(types)}")
+        if not isinstance(value, types[key]):
             raise ValueError(f"{what} has {key} {value!r:.60}, which is of another type")
 
 
@@ -745,56 +720,43 @@ def demo() -> str:
         "no search needed": hand_made(direct, answer="red"),
     }
     rewards = tapo(list(cases.values()), BoxJudge(), Weights(), Random(0))
-    findings = [finding(t, r) for t, r in zip(cases.values(), rewards)]
+    findings = [finding(t, r, name) for (name, t), r in zip(cases.items(), rewards)]
     lines = [
         f"{name:34}{'correct' if f.correct else 'wrong':9}step scores {list(r.steps)}"
         for name, f, r in zip(cases, findings, rewards)
     ]
-    lines += ["", *(f"{name:34}{rate}" for name, rate in count(findings, draws=1000).items()), ""]
-    lines += [f"{answer:34}{row}" for answer, row in cross_table(findings).items()]
+    lines += ["", listing(count(findings, draws=DRAWS)), ""]
+    lines += [cross_listing(findings)]
     return "\n".join(lines)
-
-
-def report(pairs: Iterable[tuple[Trajectory, Reward]], aggregate: str, draws: int) -> str:
-    findings, uses = [], []
-    for t, reward in pairs:
-        findings.append(finding(t, reward))
-        uses.append(use_of(t))
-    if not findings:
-        raise ValueError("expected at least one trajectory, found none")
-    table = grid(
-        [("", *row), (answer, *map("{:g}".format, row.values()))]
-        for answer, row in cross_table(findings, aggregate).items()
-    )
-    used = add_up(uses, [f.cluster for f in findings], draws)
-    return "\n\n".join((listing(count(findings, aggregate, draws)), table, listing(used)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Rates of recorded trajectories; without any, of a few hand-made ones.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Rates of recorded trajectories; without a file, of a few hand-made ones."
     )
     parser.add_argument("file", nargs="?", type=Path, help="trajectories.jsonl, or any agent's")
     parser.add_argument(
         "--aggregate", choices=AGGREGATES, default="any", help="of several pictures"
     )
-    parser.add_argument("--draws", type=int, default=1000, help="of the bootstrap")
     args = parser.parse_args()
     if args.file is None:
         return print(demo())
     try:
+        pairs = read_foreign(args.file)
         with open(args.file, encoding="utf-8") as file:
-            ours = '"sample"' in file.readline()[:20]
-        if ours:
-            from evaluate import read_trajectories  # it imports us
+            if file.read(12).startswith('{"sample":'):  # of our own making
+                from evaluate import read_trajectories  # not above: it imports us
 
-            pairs = zip(*read_trajectories(args.file))
-        else:
-            pairs = read_foreign(args.file)
-        print(report(pairs, args.aggregate, args.draws))
+                pairs = zip(*read_trajectories(args.file))
+        units = [(finding(*pair), use_of(pair[0])) for pair in pairs]
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if not units:
+        parser.error(f"{args.file} is empty: expected at least one trajectory")
+    findings, uses = zip(*units)
+    print(listing(count(findings, args.aggregate, DRAWS)), "")
+    print(cross_listing(findings, args.aggregate), "")
+    print(listing(add_up(uses, [f.cluster for f in findings], DRAWS)))
 
 
 if __name__ == "__main__":
