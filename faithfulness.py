@@ -52,7 +52,7 @@ import torch
 from PIL import Image
 
 from data import Box, Sample, upright_rgb
-from grpo import group_row, group_rows, log_probs
+from grpo import Objective, group_row, group_rows, log_probs
 from rewards import BoxJudge, Judge, Reward, Weights, area, crop, hand_made, is_correct
 from rewards import ran_well, recall, step_score, tapo
 from rollout import Encoded, Policy, Rules, Step, Trajectory, begin, listen, play_on, rows_that_fit
@@ -96,10 +96,9 @@ def add_up(
     place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     grouped = np.zeros((len(place), *amounts.shape[1:]))
     np.add.at(grouped, [place[key] for key in keys], amounts)
-    chance, rng = np.full(len(place), 1 / len(place)), np.random.default_rng(seed)
-    drawn = np.tensordot(
-        rng.multinomial(len(place), chance, draws), grouped, 1
-    )  # [draws, rates, 2]
+    chance = np.full(len(place), 1 / len(place))
+    times = np.random.default_rng(seed).multinomial(len(place), chance, draws)  # [draws, clusters]
+    drawn = np.tensordot(times, grouped, 1)  # [draws, rates, 2]
     rates = {}
     for r, (name, sums) in enumerate(zip(units[0], amounts.sum(0).tolist())):
         above, below = drawn[drawn[:, r, 1] != 0, r].T
@@ -147,8 +146,7 @@ class Finding:
 
 
 def finding(trajectory: Trajectory, reward: Reward, cluster: str | None = None) -> Finding:
-    """A step with a red line scores -1 and is no hit, even if the evidence was in its picture.
-    cluster: by default the sample's id; for HR-Bench what the four cycles of a question share."""
+    """A step with a red line scores -1 and is no hit, even if the evidence was in its picture."""
     sample, steps = trajectory.sample, trajectory.tool_steps
     if len(reward.steps) != len(steps):
         raise ValueError(
@@ -169,8 +167,15 @@ def finding(trajectory: Trajectory, reward: Reward, cluster: str | None = None) 
         areas=tuple(area(box) / whole for box in crops),
         recalls=tuple(covered(target, proper) for target in sample.boxes),
         focuses=tuple(max(values) for values in focuses if values),
-        cluster=sample.id if cluster is None else cluster,
+        cluster=question_of(sample) if cluster is None else cluster,
     )
+
+
+def question_of(sample: Sample) -> str:
+    """What the bootstrap draws as one: all plays of a question; in HR-Bench, whose source names a
+    cycle (data set/part/cycle), also the four rows that turn its options."""
+    same = f"{sample.question} {sorted(sample.options)}"
+    return same if re.fullmatch("[^/]*/[^/]*/[^/]+", sample.source) else sample.id
 
 
 def failed(seen: Observation) -> bool:
@@ -287,9 +292,7 @@ def agreement(
     table: Counter[tuple[bool, bool] | None] = Counter()
     for t, one, two in zip(trajectories, first, second, strict=True):
         for step, *pair in zip(t.tool_steps, one.steps, two.steps, strict=True):
-            if step.observation.images and not any(
-                score is not None and score < 0 for score in pair
-            ):
+            if step.observation.images and -1.0 not in pair:
                 table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
     n, both = table.total() - table[None], table[True, True]
     a, b, agree = both + table[True, False], both + table[False, True], both + table[False, False]
@@ -342,7 +345,7 @@ def use_of(t: Trajectory) -> Parts:
 
 
 def tool_use(trajectories: Iterable[Trajectory], draws: int = DRAWS) -> dict[str, Rate]:
-    units = [(use_of(t), t.sample.id) for t in trajectories]
+    units = [(use_of(t), question_of(t.sample)) for t in trajectories]
     return add_up(*zip(*units), draws) if units else {}
 
 
@@ -356,7 +359,7 @@ def lie(name: str, seen: Observation, image: Image.Image, rng: Random) -> Observ
     the code asked for. empty: no tool output at all, neither pictures nor text. A lie that cannot
     be told is a failure of ours, an `environment`, and the trajectory will leave the study."""
     if name == "empty":
-        return replace(seen, text="", images=[], error=None, notes=[], environment=None)
+        return replace(seen, text="", images=[], error=None, notes=[])
     shown = [other(name, p, box, image, rng) for p, box in zip(seen.images, seen.boxes)]
     if any(picture is None for picture in shown):
         return replace(seen, images=[], environment="there is no other crop of this size")
@@ -374,10 +377,8 @@ def other(
         grey = Image.new("RGB", picture.size, (128, 128, 128))
         return Image.new("RGB", picture.size) if grey == picture else grey
     if name == "noise":  # Gaussian, and nothing else
-        pixels = np.random.default_rng(rng.getrandbits(32)).normal(
-            128, 64, (*picture.size[::-1], 3)
-        )
-        return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+        dice, shape = np.random.default_rng(rng.getrandbits(32)), (*picture.size[::-1], 3)
+        return Image.fromarray(dice.normal(128, 64, shape).clip(0, 255).astype(np.uint8))
     place = box and place_beside(box, image.size, rng)  # random: another part, at the same scale
     return place and image.crop(place).resize(picture.size)
 
@@ -474,21 +475,27 @@ def perturb(
     if rules.temperature:
         raise ValueError(f"perturbed plays are greedy, got temperature {rules.temperature:g}")
     cases, units = [], defaultdict(lambda: defaultdict(list))
-    for t, reward in zip(trajectories, rewards, strict=True):
+    for k, (t, reward) in enumerate(zip(trajectories, rewards, strict=True)):
         shown = [i for i, s in enumerate(t.steps) if s.observation and s.observation.images]
         if shown and t.sample.kind == "search":
-            cases.append((t, shown[0], finding(t, reward)))
-    wave = max(1, min(64, rows_that_fit(policy, rules)))
-    for name in names:
-        for k in range(0, len(cases), wave):
-            batch = cases[k : k + wave]
-            lied_to = retell(policy, [(t, i) for t, i, _ in batch], name, rules, seed)
-            for (t, i, found), copy in zip(batch, lied_to):
+            cases.append((k, shown[0], finding(t, reward)))
+    for wave in waves(policy, cases, rules):
+        played = [(trajectories[k], i) for k, i, _ in wave]  # read now: images may be large
+        for name in names:
+            lied_to = retell(policy, played, name, rules, seed)
+            for (t, i), copy, (_, _, found) in zip(played, lied_to, wave):
                 unit = (changes(t, copy, i, found, right(copy)), found.cluster)
-                for source in {"all", t.sample.source}:
+                for source in ("all", "/".join(t.sample.source.split("/")[:2])):
                     units[source][name].append(unit)
+    if len(units) == 2:
+        del units["all"]
     return {source: {name: add_up(*zip(*pairs), draws, seed) for name, pairs in lies.items()}
-            for source, lies in sorted(units.items())}  # fmt: skip
+            for source, lies in units.items()}  # fmt: skip
+
+
+def waves(policy: Policy, cases: Sequence, rules: Rules) -> Iterator[Sequence]:
+    size = max(1, min(64, rows_that_fit(policy, rules)))
+    return (cases[k : k + size] for k in range(0, len(cases), size))
 
 
 def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool) -> Parts:
@@ -511,7 +518,7 @@ def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool
     }  # fmt: skip
 
 
-def perturbation_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
+def study_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
     """Table 6 as plain text, in %. possible: of how many trajectories the lie could be told."""
 
     def cell(rate: Rate) -> str:
@@ -543,31 +550,37 @@ def answer_now(policy: Policy, t: Trajectory, i: int) -> Trajectory:
 
 def without_tools(
     policy: Policy, trajectories: Sequence[Trajectory], rules: Rules
-) -> list[Trajectory]:
+) -> Iterator[Trajectory]:
     """The same policy and the same first thought, but where its first code would begin it has to
-    answer. Trajectories without code are returned as they are."""
+    answer. Trajectories without code come back as they are."""
     refusing = SimpleNamespace(run=lambda code: Observation(error="no tools"), close=lambda: None)
-    once, wave = replace(rules, turns=1, temperature=0.0), rows_that_fit(policy, rules)
-    direct = [answer_now(policy, t, 0) if t.tool_steps else t for t in trajectories]
-    cut = [d for d, t in zip(direct, trajectories) if d is not t]
-    for k in range(0, len(cut), wave):
-        batch = cut[k : k + wave]
-        play_on(policy, batch, {id(t): refusing for t in batch}, once)
-    for t in cut:
-        answer, closed, _ = t.steps[-1].text.partition("</answer>")
-        t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")
-    return direct
+    once = replace(rules, turns=1, temperature=0.0)
+    for wave in waves(policy, range(len(trajectories)), rules):
+        played = [trajectories[k] for k in wave]
+        direct = [answer_now(policy, t, 0) if t.tool_steps else t for t in played]
+        cut = [d for d, t in zip(direct, played) if d is not t]
+        if cut:
+            play_on(policy, cut, {id(t): refusing for t in cut}, once)
+        for t in cut:
+            answer, closed, _ = t.steps[-1].text.partition("</answer>")
+            t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")
+        yield from direct
 
 
 def ablation(
-    trajectories: Sequence[Trajectory], direct: Sequence[Trajectory],
+    trajectories: Iterable[Trajectory], direct: Iterable[Trajectory],
     right: Callable[[Trajectory], bool] = is_right, draws: int = DRAWS,
 ) -> dict[str, Rate]:  # fmt: skip
-    """Is the tool worth it? Accuracy with and without, and what only one of them solves."""
-    pairs = [(right(t), right(d)) for t, d in zip(trajectories, direct, strict=True)]
-    units = [{"with tools": (a, 1), "without tools": (b, 1), "solved only with": (a > b, 1),
-              "solved only without": (a < b, 1)} for a, b in pairs]  # fmt: skip
-    return add_up(units, [t.sample.id for t in trajectories], draws)
+    """Is the tool worth it? Search questions with tools and without (`direct`, from without_tools),
+    what only one way solves."""
+    units = []
+    for t, d in zip(trajectories, direct, strict=True):
+        if t.sample.kind == "search":
+            a, b = right(t), right(d)
+            unit = {"with tools": (a, 1), "without tools": (b, 1), "solved only with": (a > b, 1),
+                    "solved only without": (a < b, 1)}  # fmt: skip
+            units.append((unit, question_of(t.sample)))
+    return add_up(*zip(*units), draws) if units else {}
 
 
 @torch.no_grad()
@@ -608,7 +621,7 @@ def evidence(
                 "used": (used, measured), "needed": (needed, measured),
                 "needed and used": (used and needed, measured),
             })  # fmt: skip
-            clusters.append(t.sample.id)
+            clusters.append(question_of(t.sample))
     return add_up(units, clusters, draws, seed)
 
 
@@ -628,9 +641,11 @@ def answer_log_probs(
     for branch in branches:
         branch.act(policy.encode(policy.neutralise(t.sample.answer) + "</answer>", []).ids)
     *after, direct = enumerate(branches)
-    rows = [*group_rows(policy, after, rules.max_length), group_row(policy, [direct])]
-    logp, owner = log_probs(policy, rows)
-    return torch.zeros(len(branches)).index_add(0, owner.cpu(), logp.float().cpu()).tolist()
+    scores = torch.zeros(len(branches))
+    for row in (*group_rows(policy, after, Objective.row_tokens), group_row(policy, [direct])):
+        logp, owner = log_probs(policy, [row])
+        scores.index_add_(0, owner.cpu(), logp.float().cpu())
+    return scores.tolist()
 
 
 # Trajectories of other agents
