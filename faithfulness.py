@@ -127,7 +127,7 @@ class Finding:
     """What one trajectory adds to the counts; enough to count again in another way."""
 
     search: bool  # False: a question that needs no visual search
-    correct: bool
+    correct: bool | None  # None: no verdict on an open answer
     scores: tuple[float | None, ...]  # one for each step that showed a picture; None: no verdict
     calls: int  # <code> steps that were run
     failed: int  # those that failed by the policy's own fault
@@ -160,7 +160,7 @@ def finding(trajectory: Trajectory, reward: Reward, cluster: str | None = None) 
     focuses = [[area(t) / area(c) for t in sample.boxes if recall(c, t) >= 0.5] for c in proper]
     return Finding(
         search=sample.kind == "search",
-        correct=reward.answer > 0,
+        correct=None if reward.answer is None else reward.answer > 0,
         scores=tuple(score for o, score in zip(seen, reward.steps) if o.images),
         calls=len(steps),
         failed=sum(map(failed, seen)),
@@ -211,9 +211,10 @@ def faithful(finding: Finding, aggregate: str = "any") -> float:
 
 
 def parts(f: Finding, aggregate: str = "any") -> Parts:
-    """A trajectory in which the judge had no verdict leaves the rates of faithfulness, no other."""
+    """A trajectory without a verdict on its steps leaves the rates of faithfulness, one without a
+    verdict on its answer those of correctness; no other."""
     judged, looked, boxed = f.search and f.has_verdict, bool(f.scores), f.search and bool(f.recalls)
-    good, right = faithful(f, aggregate), judged and f.correct
+    graded, right, good = f.correct is not None, judged and bool(f.correct), faithful(f, aggregate)
     bad = looked - good
 
     def one(value: float, among: bool = True) -> tuple[float, float]:
@@ -223,19 +224,20 @@ def parts(f: Finding, aggregate: str = "any") -> Parts:
         return (sum(values), len(values)) if among else (0.0, 0.0)
 
     return {
-        "accuracy": one(f.correct), "search_accuracy": one(f.correct, f.search),
-        "direct_accuracy": one(f.correct, not f.search), "tool_use": one(f.calls > 0, f.search),
+        "accuracy": one(f.correct, graded), "search_accuracy": one(f.correct, graded and f.search),
+        "direct_accuracy": one(f.correct, graded and not f.search),
+        "tool_use": one(f.calls > 0, f.search),
         # Unconditional: these three partition the search questions.
         "faithful": one(good, judged), "unfaithful": one(bad, judged),
         "no_tool": one(not looked, judged),
         # Table 5: right, and for the right reason, over all questions.
-        "faithful_and_correct": one(good * f.correct, judged),
+        "faithful_and_correct": one(good * right, judged and graded),
         # Fig. 2: among right answers; and among those that came with a picture.
         "faithful_given_correct": one(good, right), "unfaithful_given_correct": one(bad, right),
         "no_tool_given_correct": one(not looked, right),
         "faithful_given_correct_and_shown": one(good, right and looked),
         "faithful_per_call": each(f.hits, judged),  # "57 % of tool calls" may mean this one
-        "accuracy_given_faithful": (good * right, good * judged),
+        "accuracy_given_faithful": (good * right, good * (judged and graded)),
         # Against labelled boxes, whatever a judge says: any target seen, or each of them.
         **{f"box_{some}_{percent}": one(boxed and of(f.recalls) >= percent / 100, boxed)
            for percent in (50, 80) for some, of in (("any", max), ("all", min))},
@@ -258,10 +260,10 @@ def count(
 
 
 def cross_table(findings: Iterable[Finding], aggregate: str = "any") -> dict[str, dict[str, float]]:
-    """correct x faithful, among search questions with a verdict. No tool is not faithful."""
+    """correct x faithful, among search questions with both verdicts. No tool is not faithful."""
     table = {answer: {"faithful": 0.0, "not": 0.0} for answer in ("correct", "wrong")}
     for f in findings:
-        if f.search and f.has_verdict:
+        if f.search and f.has_verdict and f.correct is not None:
             row = table["correct" if f.correct else "wrong"]
             row["faithful"] += faithful(f, aggregate)
             row["not"] += 1 - faithful(f, aggregate)
@@ -450,6 +452,9 @@ def actions(steps: Sequence[Step]) -> Counter:
                    for s in acted)  # fmt: skip
 
 
+Right = Callable[[Trajectory], "bool | None"]  # None: no verdict
+
+
 def is_right(t: Trajectory) -> bool:
     return t.ended == "answered" and is_correct(t.answer, t.sample)
 
@@ -457,7 +462,7 @@ def is_right(t: Trajectory) -> bool:
 def perturb(
     policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
     names: Sequence[str] = PERTURBATIONS, seed: int = 0,
-    right: Callable[[Trajectory], bool] = is_right, draws: int = DRAWS,
+    right: Right = is_right, draws: int = DRAWS,
 ) -> dict[str, dict[str, dict[str, Rate]]]:  # fmt: skip
     """Table 6: the search questions on which a tool showed a picture, played again greedily from
     the first picture on, under each lie. {source of the questions: {lie: {measure: Rate}}}.
@@ -498,10 +503,11 @@ def waves(policy: Policy, cases: Sequence, rules: Rules) -> Iterator[Sequence]:
     return (cases[k : k + size] for k in range(0, len(cases), size))
 
 
-def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool) -> Parts:
+def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool | None) -> Parts:
     before, after = t.steps[i + 1 :], copy.steps[i + 1 :]
     possible = not any(s.observation and s.observation.environment for s in copy.steps[i:])
     hit, miss = (found.has_verdict and faithful(found) == x for x in (1, 0))
+    graded = None not in (right, found.correct)
     words = [(answer or "").casefold().split() for answer in (t.answer, copy.answer)]
 
     def of(value: bool, among: bool = True) -> tuple[float, float]:
@@ -512,9 +518,10 @@ def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool
         "thoughts": of(thoughts(before) != thoughts(after)),
         "actions": of(actions(before) != actions(after)),
         "answers": of(words[0] != words[1]),
-        "accuracy": of(right), "clean": of(found.correct),
-        "accuracy_hit": of(right, hit), "clean_hit": of(found.correct, hit),
-        "accuracy_miss": of(right, miss), "clean_miss": of(found.correct, miss),
+        "accuracy": of(right, graded), "clean": of(found.correct, graded),
+        "accuracy_hit": of(right, graded and hit), "clean_hit": of(found.correct, graded and hit),
+        "accuracy_miss": of(right, graded and miss),
+        "clean_miss": of(found.correct, graded and miss),
     }  # fmt: skip
 
 
@@ -569,7 +576,7 @@ def without_tools(
 
 def ablation(
     trajectories: Iterable[Trajectory], direct: Iterable[Trajectory],
-    right: Callable[[Trajectory], bool] = is_right, draws: int = DRAWS,
+    right: Right = is_right, draws: int = DRAWS,
 ) -> dict[str, Rate]:  # fmt: skip
     """Is the tool worth it? Search questions with tools and without (`direct`, from without_tools),
     what only one way solves."""
@@ -577,9 +584,10 @@ def ablation(
     for t, d in zip(trajectories, direct, strict=True):
         if t.sample.kind == "search":
             a, b = right(t), right(d)
-            unit = {"with tools": (a, 1), "without tools": (b, 1), "solved only with": (a > b, 1),
-                    "solved only without": (a < b, 1)}  # fmt: skip
-            units.append((unit, question_of(t.sample)))
+            if None not in (a, b):
+                units.append(({"with tools": (a, 1), "without tools": (b, 1),
+                               "solved only with": (a > b, 1), "solved only without": (a < b, 1)},
+                              question_of(t.sample)))  # fmt: skip
     return add_up(*zip(*units), draws) if units else {}
 
 
@@ -769,9 +777,9 @@ def main() -> None:
     if not units:
         parser.error(f"{args.file} is empty: expected at least one trajectory")
     findings, uses = zip(*units)
-    print(listing(count(findings, args.aggregate, DRAWS)), "")
-    print(cross_listing(findings, args.aggregate), "")
-    print(listing(add_up(uses, [f.cluster for f in findings], DRAWS)))
+    used = add_up(uses, [f.cluster for f in findings], DRAWS)
+    table = cross_listing(findings, args.aggregate)
+    print(listing(count(findings, args.aggregate, DRAWS)), table, listing(used), sep="\n\n")
 
 
 if __name__ == "__main__":
