@@ -7,7 +7,7 @@ Concept     Score K rollouts of one question against each other (no value networ
 Paper       CodeV, arXiv:2511.19661, Eqs. 1, 3 and 4, and the group baseline between them
 In          groups of Trajectories, their rewards, the policy, the reference (the SFT model)
 Out         one optimiser step, and the numbers worth plotting
-Left out    value network; credit for single tool steps (the paper's equations have none)
+Left out    value network; the paper has no credit for single turns (`turns` of `learn` takes it)
 Read next   rollout.py (where `acted` comes from), rewards.py (where R comes from)
 
 Shapes      G groups   K rollouts each   M = G * K   B rows   L slots of a row
@@ -18,7 +18,7 @@ Symbols     R reward   A advantage   ratio = pi_new / pi_old   eps clip range   
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -258,17 +258,30 @@ class Objective:
     temperature: float = 1.0  # of the rollouts: the ratio compares what was sampled
     ratio_anchor: str = "old"  # "old": the sampler; "ref": the SFT model, as printed
     loss_agg: str = "token"  # a key of LOSS_AVERAGES
-    mask_truncated: bool = False  # rollouts that ran out of turns or length teach nothing
+    # Mini-o3's over-turn masking, a deviation: rollouts that ran out of turns or length stay in the
+    # baseline of their group, but none of their tokens is learnt from.
+    mask_truncated: bool = False
     updates: int = 1  # steps per rollout batch; above 1 pi_old is scored before the first
     row_tokens: int = 8192  # slots of one row and of one micro-batch
     max_grad_norm: float = 1.0
 
 
+def token_advantage(trajectory: Trajectory, A: float, turns: Sequence[float] | None) -> Tensor:
+    """[n] of the acted tokens: the rollout's A, plus what its turn has on its own (if any do)."""
+    values = torch.full((len(trajectory.ids),), A)
+    if turns is not None:
+        for step, extra in zip(trajectory.steps, turns, strict=True):
+            values[step.start : step.end] += extra
+    return values[torch.tensor(trajectory.acted, dtype=torch.bool)]
+
+
 def learn(
     policy: Policy, optimizer: torch.optim.Optimizer, groups: list[list[Trajectory]],
     advantage: Tensor, reference: Policy | None, objective: Objective,
+    turns: list[list[Sequence[float] | None]] | None = None,
 ) -> dict[str, float | None]:  # fmt: skip
     """Step on the objective of Eq. 4. advantage [G, K]: one for each rollout of each group.
+    turns: Reward.turns of each rollout; None, and always so in the paper: turns have no own credit.
 
     The step's loss is one weighted sum over all its acted tokens, so rows and micro-batches can
     be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
@@ -288,14 +301,18 @@ def learn(
     weight = LOSS_AVERAGES[objective.loss_agg](lengths).masked_fill(lengths == 0, 0.0)  # [M]
 
     # Without a KL term a rollout with A = 0 has no gradient: leave it out.
-    useful = (weight > 0) & ((advantage != 0) | (objective.beta > 0))
+    extra = [own for group in turns for own in group] if turns else [None] * len(trajectories)
+    A_of = [token_advantage(t, a, own)
+            for t, a, own in zip(trajectories, advantage.tolist(), extra, strict=True)]  # fmt: skip
+    pulled = torch.tensor([bool(A.any()) for A in A_of])
+    useful = (weight > 0) & (pulled | (objective.beta > 0))
     indexed, rows = iter(enumerate(trajectories)), []
     for group in groups:
         members = [(i, t) for i, t in islice(indexed, len(group)) if useful[i]]
         rows += group_rows(policy, members, objective.row_tokens)
 
     policy.model.train()
-    weight, advantage = weight.to(policy.device), advantage.to(policy.device)
+    weight = weight.to(policy.device)
     batches = list(micro_batches(rows, objective.row_tokens))
     old = _scores(policy, batches, objective) if objective.updates > 1 else None
     ref = _scores(reference, batches, objective) if reference is not None else None
@@ -309,7 +326,8 @@ def learn(
             logp_old = old[b] if old else logp_new.detach()
             logp_ref = ref[b] if ref else logp_new.detach()
             anchor = logp_ref if objective.ratio_anchor == "ref" else logp_old
-            A, w = advantage[owner], weight[owner]  # [N]
+            A = torch.cat([A_of[i] for i in owner.unique_consecutive().tolist()])  # [N]
+            A, w = A.to(policy.device), weight[owner]
             surrogate = clipped_surrogate(logp_new, anchor, A, objective.eps)
             kl = kl_k3(logp_new, logp_ref)
             loss = -(w * (surrogate - objective.beta * kl)).sum()  # Eq. 4

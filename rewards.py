@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import json
+import math
 import random
 import re
 import select
@@ -26,6 +27,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -63,6 +65,10 @@ NUMBER = re.compile(
 )
 SIGNS = {"percent": "%", "dollars": "$", "degrees": "°"}
 FORMULA = re.compile(r"[\\^=√π]|\b[a-z] ?[-+*/]|[-+*/] ?[a-z]\b", re.I)
+OPENER = re.compile(
+    r"(?i)((ok(ay)?|sure|well|so|solution|reasoning|thought process|(final )?answer|step by step|"
+    r"let(['’]s| us| me) (think|solve|work|look|see|answer|find)\b[^.:]*)\W*)+"
+)
 WORD = re.compile(r"(?<![\\a-z])[a-z]{2}", re.I)  # but not \frac
 
 
@@ -80,6 +86,29 @@ def is_correct(answer: str | None, sample: Sample) -> bool:
             f"letter or text, but is {sample.answer!r}: correct the data, or drop the question"
         )
     return read_choice(answer, sample.options) == right
+
+
+def grade(answer: str | None, sample: Sample, judge: Judge) -> float | None:
+    """r_acc: 1 right, 0 wrong. What the rules call wrong goes to the judge if it can tell open
+    answers (it has a `same_answer`) and this is one; None if it has no verdict."""
+    if is_correct(answer, sample):
+        return 1.0
+    ask = getattr(judge, "same_answer", None)
+    if ask is None or not is_open(answer, sample):
+        return 0.0
+    same = ask(sample.question, sample.answer, answer)
+    return None if same is None else float(same)
+
+
+def is_open(answer: str | None, sample: Sample) -> bool:
+    """Is it for a judge to say whether this is right? Not where the reference is an option, a
+    number or a formula; nor where the reply says nothing: judges pass ":" and openers (*)."""
+    reference = unwrap(sample.answer)
+    ruled = sample.options or len(reference) == 1 or read_number(reference) or is_formula(reference)
+    if ruled or answer is None or len(answer) > MAX_ANSWER:
+        return False
+    said = final_answer(answer)
+    return bool(re.search(r"[^\W_]", said)) and not OPENER.fullmatch(said)
 
 
 def read_choice(reply: str, options: tuple[str, ...] = ()) -> str | None:
@@ -257,7 +286,27 @@ class JudgeRequest:
     text: str  # what the code printed: the policy's words, not to be trusted
 
 
-Judge = Callable[[JudgeRequest], "float | None"]  # in [0, 1]; None: no verdict
+# In [0, 1]; None: no verdict. One that can also grade open answers has `same_answer(question,
+# reference, reply) -> bool | None`, and one that may be asked from several threads `concurrency`.
+Judge = Callable[[JudgeRequest], "float | None"]
+
+
+@dataclass(frozen=True)
+class TwoJudges:
+    """One for what tools showed, one for open answers."""
+
+    steps: Judge
+    answers: Judge
+
+    def __call__(self, request: JudgeRequest) -> float | None:
+        return self.steps(request)
+
+    def same_answer(self, question: str, reference: str, reply: str) -> bool | None:
+        return self.answers.same_answer(question, reference, reply)
+
+    @property
+    def concurrency(self) -> int:
+        return max(getattr(judge, "concurrency", 1) for judge in (self.steps, self.answers))
 
 
 def judge_request(sample: Sample, seen: Observation) -> JudgeRequest:
@@ -357,11 +406,18 @@ def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float
 
 @dataclass(frozen=True)
 class Weights:
-    """Eq. 5: its lambdas. With format 0 the equation is as printed."""
+    """Eq. 5: its lambdas. With format 0 the equation is as printed. Two switches, off in the paper:
+
+    gate_tool_on_correct  r_tool is paid only where the answer is right (the paper does not gate)
+    step_credit           ours: a step's score, less the mean over the group's steps, times this,
+                          is added to the advantage of that step's own tokens
+    """
 
     answer: float = 1.0
     tools: float = 0.2
     format: float = 0.2
+    gate_tool_on_correct: bool = False
+    step_credit: float = 0.0
 
     def __post_init__(self) -> None:
         got = f"got tools {self.tools}, answer {self.answer}"
@@ -377,27 +433,36 @@ class Weights:
 
 @dataclass(frozen=True)
 class Reward:
-    answer: float  # 1 right, 0 wrong
-    tools: float | None  # for TAPO Eq. 6; None: no verdict
+    answer: float | None  # 1 right, 0 wrong; None: the judge of open answers gave no verdict
+    tools: float | None  # the reward's own term for tools, unweighted; None: no verdict
     format: float  # 0 well-formed, -1 not
-    steps: tuple[float | None, ...]  # one a tool step; () if the reward does not look at them
-    total: float | None  # None: no verdict; the trajectory leaves the baseline and gets A = 0
+    steps: tuple[float | None, ...] = ()  # one a tool step; () if the reward does not look at them
+    total: float | None = None  # None: no verdict; leaves the baseline and gets A = 0
+    turns: tuple[float, ...] | None = None  # one a turn: added to the advantage of its tokens
+
+    @property
+    def right(self) -> bool:
+        return self.answer == 1.0
+
+    def paid(self, total: float, tools: float | None = 0.0, **more) -> Reward:
+        """With its total, unless an answer or a step has no verdict."""
+        known = self.answer is not None and tools is not None
+        return replace(self, tools=tools, total=float(total) if known else None, **more)
 
 
-def weighted(
-    trajectory: Trajectory, weights: Weights, tools: float | None = 0.0, steps: tuple = ()
-) -> Reward:
-    """Eq. 5: R = lambda_acc r_acc + lambda_tool r_tool, plus lambda_fmt r_fmt (Fig. 9).
+def outcome(trajectory: Trajectory, judge: Judge) -> Reward:
+    """The parts that every reward shares. A trajectory that ran out of turns or tokens gave no
+    answer: r_acc = 0."""
+    answer = 0.0
+    if trajectory.ended == "answered":
+        answer = grade(trajectory.answer, trajectory.sample, judge)
+    return Reward(answer, 0.0, -1.0 if format_error(trajectory) else 0.0)
 
-    A trajectory that ran out of turns or tokens gave no answer: r_acc = 0.
-    """
-    answered = trajectory.ended == "answered"
-    answer = float(answered and is_correct(trajectory.answer, trajectory.sample))
-    format = -1.0 if format_error(trajectory) else 0.0
-    total = None
-    if tools is not None:
-        total = weights.answer * answer + weights.tools * tools + weights.format * format
-    return Reward(answer, tools, format, steps, total)
+
+def weighted(r: Reward, weights: Weights, tools: float | None = 0.0, **more) -> Reward:
+    """Eq. 5: R = lambda_acc r_acc + lambda_tool r_tool, plus lambda_fmt r_fmt (Fig. 9)."""
+    own = weights.answer * r.right + weights.format * r.format
+    return r.paid(own + weights.tools * (tools or 0.0), tools, **more)
 
 
 Group = list[Trajectory]  # the K rollouts of one question
@@ -405,19 +470,26 @@ Group = list[Trajectory]  # the K rollouts of one question
 
 def tapo(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
     """Eq. 5: the answer, and what the tools' outputs are worth on average (Eq. 6)."""
-    scores = [step_scores(trajectory, judge) for trajectory in group]
-    return [weighted(t, weights, tool_reward(t, s), s) for t, s in zip(group, scores)]
+    rewards = []
+    for t in group:
+        r, steps = outcome(t, judge), step_scores(t, judge)
+        tools = tool_reward(t, steps)
+        if weights.gate_tool_on_correct and not r.right and tools is not None:
+            tools = 0.0
+        rewards.append(weighted(r, weights, tools, steps=steps))
+    return credit_steps(group, rewards, weights.step_credit) if weights.step_credit else rewards
 
 
 def accuracy(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
     """R = lambda_acc r_acc + lambda_fmt r_fmt: only the outcome counts."""
-    return [weighted(trajectory, weights) for trajectory in group]
+    return [weighted(outcome(t, judge), weights) for t in group]
 
 
 def tool_bonus(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
     """The naive bonus: lambda_tool for each call that ran, whatever it showed. A sum, no mean."""
     ran = [tuple(float(ran_well(step.observation)) for step in t.tool_steps) for t in group]
-    return [weighted(t, weights, sum(steps), steps) for t, steps in zip(group, ran)]
+    pairs = zip(group, ran)
+    return [weighted(outcome(t, judge), weights, sum(steps), steps=steps) for t, steps in pairs]
 
 
 def coin(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
@@ -431,21 +503,239 @@ def ran_well(seen: Observation) -> bool:
     return not (seen.error or seen.timed_out or seen.blocked or seen.environment)
 
 
+def credit_steps(group: Group, rewards: list[Reward], alpha: float) -> list[Reward]:
+    """A deviation of ours: the paper gives every token of a trajectory the same advantage. With
+    `step_credit` alpha, turn t also gets alpha * (r_t - mean of r over the group's tool steps)."""
+    known = [s for r in rewards if r.total is not None for s in r.steps if s is not None]
+    mean, credited = sum(known) / max(len(known), 1), []
+    for t, r in zip(group, rewards):
+        scores = iter(r.steps if r.total is not None else ())
+        own = [next(scores, None) if step.observation else None for step in t.steps]
+        turns = tuple(0.0 if s is None else alpha * (s - mean) for s in own)
+        credited.append(replace(r, turns=turns))
+    return credited
+
+
+# What other papers pay for. A reader of CodeV can go on at "Scoring".
+#
+# Their formulas and constants as their released code has them; `weights` is not used. Differences
+# of setting (their KL, their deviation of a group, K) are train.py's flags. Failures of our own
+# sandbox are no calls. r_acc is 1 or 0, r_fmt 0 or -1, both by the rules above; ours are also:
+# what stands in for "math" is a question that needs no search.
+
+
+def programs(trajectory: Trajectory) -> list[Observation]:
+    seen = [step.observation for step in trajectory.tool_steps]
+    return [observation for observation in seen if not observation.environment]
+
+
+def contradicts(trajectory: Trajectory) -> bool:
+    """Do the last 500 characters of thought conclude on another answer than the one given?
+    Thyme and FaithEyes put this to a model. Our rule reads conclusions that call themselves one
+    ("the answer is", a \\boxed{}); thoughts that conclude nothing contradict nothing."""
+    said = "\n".join(step.text for step in trajectory.steps)
+    said = re.sub(r"(?s)<code>.*?(</code>|$)|<answer>.*?(</answer>|$)|</?think>", " ", said)[-500:]
+    if trajectory.answer is None or not (CUE.match(said) or BOXED.search(said)):
+        return False
+    conclusion = re.split(r"[.;!]\s|\n", final_answer(said).strip())[0]
+    options = trajectory.sample.options
+    a, b = (read_choice(text, options) for text in (conclusion, trajectory.answer))
+    return not (a == b if a and b else same_answer(trajectory.answer, conclusion))
+
+
+def thyme(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """Thyme: R = r_res + 0.5 r_cons 1[r_res > 0] + 0.5 (1 + r_fmt).
+
+    r_res is 1 right, -1 wrong, 0 no answer; r_cons is 1 unless the thoughts contradict the answer.
+    Its terms for code were tried and dropped, so that a tool call earns nothing here."""
+    rewards = []
+    for t in group:
+        r, answered = outcome(t, judge), t.ended == "answered"
+        result = r.right - (answered and not r.right)
+        consistent = r.right and not contradicts(t)
+        rewards.append(r.paid(result + 0.5 * consistent + 0.5 * (1 + r.format)))
+    return rewards
+
+
+def deepeyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """DeepEyes: R = 0.8 r_acc + 0.2 r_fmt + 1.2 1[right and a tool returned an image]: a bonus,
+    gated by the answer, blind to what the image shows. Math: 1.2 r_acc + 0.4 r_fmt, no bonus."""
+    rewards = []
+    for t in group:
+        r = outcome(t, judge)
+        bonus = r.right and any(seen.images for seen in programs(t))
+        total = 0.8 * r.right + 0.2 * r.format + 1.2 * bonus
+        if t.sample.kind == "neutral":
+            bonus, total = 0.0, 1.2 * r.right + 0.4 * r.format
+        rewards.append(r.paid(total, float(bonus)))
+    return rewards
+
+
+def pixel_reasoner(
+    group: Group, judge: Judge, weights: Weights, rng: random.Random
+) -> list[Reward]:
+    """Pixel-Reasoner: R = r_acc + 1[n > 0] (0.25 max(0.3 - RaPR, 0) / (2 RaPR) - 0.05 (n - 1)).
+
+    RaPR is the share of the group that calls a tool: curiosity pays while calls are rare, for
+    wrong answers too. n counts calls; r_acc is 0 if the last one failed and was not mended."""
+    rewards, calling = [], sum(bool(programs(t)) for t in group) / len(group)
+    for t in group:
+        r, seen, bonus = outcome(t, judge), programs(t), 0.0
+        if seen:
+            bonus = 0.25 * max(0.3 - calling, 0) / (2 * calling) - 0.05 * (len(seen) - 1)
+        stands = r.right and not (seen and not ran_well(seen[-1]))
+        rewards.append(r.paid(stands + bonus, bonus))
+    return rewards
+
+
+def codedance(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """CodeDance as released: R = S + (1.5 if right else 0.5) d N_ok / N, S = r_acc + 0.2 r_fmt.
+
+    d = sigmoid(2 gamma (0.5 - mean of S over the group)) - delta, gamma 4, delta 0.2: hard
+    questions pay for calls, easy ones charge for them. `turns` holds G (turn_returns), and
+    `score` makes of it what is added to the advantage. (Its 1 and 2 for math are left out.)"""
+    return _codedance(group, judge, printed=False)
+
+
+def codedance_printed(
+    group: Group, judge: Judge, weights: Weights, rng: random.Random
+) -> list[Reward]:
+    """CodeDance as printed: R = S + (0.5 + 0.5 1[right]) d N_ok / N, where
+    d = sigmoid(gamma (0.5 - mean accuracy of the group)) - delta: half the slope, no format."""
+    return _codedance(group, judge, printed=True)
+
+
+def _codedance(group: Group, judge: Judge, printed: bool) -> list[Reward]:
+    gamma, delta = 4.0, 0.2
+    parts = [outcome(t, judge) for t in group]
+    base = [r.right + 0.2 * r.format for r in parts]
+    mean = sum(float(r.right) for r in parts) if printed else sum(base)
+    slope = gamma if printed else 2 * gamma
+    d = 1 / (1 + math.exp(-slope * (0.5 - mean / len(group)))) - delta
+    rewards = []
+    for t, r, score in zip(group, parts, base):
+        seen, most = programs(t), 1.0 if printed else 1.5
+        ratio = sum(map(ran_well, seen)) / len(seen) if seen else 0.0
+        tools = (most if r.right else 0.5) * d * ratio
+        rewards.append(r.paid(score + tools, tools, turns=turn_returns(t)))
+    return rewards
+
+
+def turn_returns(trajectory: Trajectory, discount: float = 0.2) -> tuple[float, ...]:
+    """CodeDance, R_turn: G_m = r_m + discount G_{m+1}; r is -0.5 for a failed turn, else 0."""
+    G, later = [], 0.0
+    for step in reversed(trajectory.steps):
+        seen = step.observation
+        failed = seen is not None and not seen.environment and not ran_well(seen)
+        later = -0.5 * failed + discount * later
+        G.append(later)
+    return tuple(reversed(G))
+
+
+def turn_credit(rewards: list[list[Reward]], weight: float = 0.2) -> list[list[Reward]]:
+    """CodeDance: weight * (G - mean) / deviation over all turns of the batch. The last turn of a
+    trajectory has no part in it (as we read "last element excluded"), nor has a trajectory
+    without a verdict; nothing is added while no turn differs."""
+    known = [G for group in rewards for r in group if r.total is not None for G in r.turns[:-1]]
+    mean = sum(known) / max(len(known), 1)
+    deviation = math.sqrt(sum((G - mean) ** 2 for G in known) / max(len(known) - 1, 1))
+
+    def credit(r: Reward) -> Reward:
+        if r.total is None or deviation == 0:
+            return replace(r, turns=(0.0,) * len(r.turns))
+        own = (weight * (G - mean) / (deviation + 1e-6) for G in r.turns[:-1])
+        return replace(r, turns=(*own, 0.0)[: len(r.turns)])
+
+    return [[credit(r) for r in group] for group in rewards]
+
+
+def pyvision(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """PyVision-RL: R = r_acc + 1[right] 0.1 n, n the turns with a call, failed ones included."""
+    rewards = []
+    for t in group:
+        r, n = outcome(t, judge), len(programs(t))
+        rewards.append(r.paid(r.right + 0.1 * n * r.right, float(n * r.right)))
+    return rewards
+
+
+def adatooler(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """AdaTooler-V: R = r_acc + 0.6 dS exp(-2 ((n - 6) / 6)^2), n the calls that ran.
+
+    dS is what tools gain on this question: accuracy with calls less accuracy without. Theirs is
+    measured beforehand with a 72B model; ours on the group itself, 0 if it holds only one kind."""
+    parts = [outcome(t, judge) for t in group]
+    kinds = {with_tools: [r.right for t, r in zip(group, parts) if bool(programs(t)) is with_tools]
+             for with_tools in (True, False)}  # fmt: skip
+    gain = 0.0
+    if all(kinds.values()):
+        gain = sum(kinds[True]) / len(kinds[True]) - sum(kinds[False]) / len(kinds[False])
+    rewards = []
+    for t, r in zip(group, parts):
+        n = sum(map(ran_well, programs(t)))
+        tools = gain * math.exp(-2 * ((n - 6) / 6) ** 2)
+        rewards.append(r.paid(r.right + 0.6 * tools, tools))
+    return rewards
+
+
+def faitheyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """FaithEyes: R = r_acc + 0.2 r_fmt - 0.2 1[thoughts contradict the answer]
+    + 0.2 1[n > 0] max(0, 1 - (n_failed + n_rejected) / n) - 0.2 1[cut off].
+
+    n counts calls before the answer; rejected are those whose pictures the judge scores 0. Theirs
+    is the policy in a second role, and unhelpful images are withheld from it; here they are not."""
+    rewards = []
+    for t in group:
+        r, seen = outcome(t, judge), programs(t)
+        ok = [o for o in seen if ran_well(o)]
+        verdicts = [judge(judge_request(t.sample, o)) if o.images else 1.0 for o in ok]
+        tools = None
+        if None not in verdicts:
+            tools = sum(verdict > 0 for verdict in verdicts) / len(seen) if seen else 0.0
+        cut = t.ended in ("turns", "length")
+        own = r.right + 0.2 * r.format - 0.2 * contradicts(t) - 0.2 * cut
+        rewards.append(r.paid(own + 0.2 * (tools or 0.0), tools))
+    return rewards
+
+
+# Scoring
+
 # One group in; its rewards out, in the same order.
 REWARDS: dict[str, Callable[[Group, Judge, Weights, random.Random], list[Reward]]] = {
     "tapo": tapo,
     "accuracy": accuracy,
     "tool_bonus": tool_bonus,
     "random": coin,
+    "thyme": thyme,
+    "deepeyes": deepeyes,
+    "pixel_reasoner": pixel_reasoner,
+    "codedance": codedance,
+    "codedance_printed": codedance_printed,
+    "pyvision": pyvision,
+    "adatooler": adatooler,
+    "faitheyes": faitheyes,
 }
 
 
 def score(
-    groups: list[Group], name: str, judge: Judge, weights: Weights, rng: random.Random
+    groups: list[Group],
+    name: str,
+    judge: Judge,
+    weights: Weights,
+    rng: random.Random,
+    answer_judge: Judge | None = None,
 ) -> list[list[Reward]]:
+    """Rewards of all groups. A judge with a `concurrency` is asked about that many groups at a
+    time; `answer_judge` grades open answers if `judge` cannot (BoxJudge cannot)."""
     if name not in REWARDS:
         raise ValueError(f"expected a reward out of {', '.join(REWARDS)}; got {name!r}")
-    return [REWARDS[name](group, judge, weights, rng) for group in groups]
+    if weights.step_credit and name != "tapo":
+        raise ValueError(f"step_credit spreads the step scores of tapo; {name} has none")
+    judge = judge if answer_judge is None else TwoJudges(judge, answer_judge)
+    coins = [random.Random(rng.getrandbits(64)) for _ in groups]  # whichever thread is first
+    with ThreadPoolExecutor(getattr(judge, "concurrency", 1)) as pool:
+        of_group = lambda group, coin: REWARDS[name](group, judge, weights, coin)  # noqa: E731
+        rewards = list(pool.map(of_group, groups, coins))
+    return turn_credit(rewards) if name.startswith("codedance") else rewards
 
 
 def summary(groups: list[Group], rewards: list[list[Reward]]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from grpo import (
     kl_k3,
     learn,
     micro_batches,
+    token_advantage,
 )
 from rollout import Policy, play
 
@@ -421,3 +422,31 @@ def test_no_nan_reaches_the_weights(policy, played, caplog):
         == 0
     )
     assert not all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
+
+
+def test_a_turns_own_credit_reaches_its_tokens_and_no_others(policy, played):
+    def step(A, turns):
+        policy.model.zero_grad()
+        report = learn(policy, Frozen(policy.model), pair(played), A.view(2, 3), None,
+                       Objective(beta=0.0, max_grad_norm=1e9), turns)  # fmt: skip
+        grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
+        return report["loss"], torch.cat(grads)
+
+    none = [[None] * 3, [None] * 3]
+    same = [[(0.5,) * len(t.steps) for t in group] for group in pair(played)]
+    (loss, raised), (expected, plain) = step(A6, same), step(A6 + 0.5, none)  # no turn differs
+    assert loss == pytest.approx(expected, abs=1e-6)
+    assert (raised - plain).norm() / plain.norm() < 1e-5
+
+    # Rollout 2 has turns of different lengths. At ratio 1 the loss is -mean of A over all tokens.
+    n, one = sum(sum(t.acted) for t in played), played[2].steps[1]
+    only = [[None, None, (0.0, 0.7, *[0.0] * (len(played[2].steps) - 2))], [None] * 3]
+    loss, _ = step(torch.zeros(6), only)
+    assert loss == pytest.approx(-0.7 * (one.end - one.start) / n, rel=1e-5)
+    values = token_advantage(played[2], 0.25, only[0][2])
+    spans = [s.end - s.start for s in played[2].steps]
+    assert values.tolist() == pytest.approx(
+        [0.25] * spans[0] + [0.95] * spans[1] + [0.25] * sum(spans[2:])
+    )
+    with pytest.raises(ValueError):  # a credit that belongs to other turns
+        token_advantage(played[2], 0.25, (1.0,))

@@ -1,7 +1,6 @@
 """python -m pytest tests/test_rewards.py      about 14 s, most of them to import torch"""
 
 import itertools
-import os
 import random
 import threading
 import time
@@ -15,22 +14,20 @@ from PIL import Image
 import rewards
 from data import CELL, GRID, Sample, draw_scene, search_sample
 from rewards import (
-    GRADER,
     REWARDS,
     BoxJudge,
     JudgeRequest,
-    MathGrader,
     Weights,
+    contradicts,
     crop,
     format_error,
     hand_made,
-    is_correct,
     judge_request,
-    read_choice,
     score,
     step_score,
     step_scores,
     summary,
+    turn_returns,
 )
 from rollout import Step, Trajectory
 from sandbox import Observation
@@ -51,10 +48,6 @@ EMPTY, PRINTED = Observation(), Observation(text="checker")
 OURS = Observation(error="the worker did not start", environment="the worker did not start")
 
 
-def question(answer, options=()):
-    return Sample("q", IMAGE, "?", answer, tuple(options))
-
-
 def reward(trajectory, name="tapo", judge=BoxJudge(), weights=Weights(), seed=0):
     return REWARDS[name]([trajectory], judge, weights, random.Random(seed))[0]
 
@@ -62,171 +55,6 @@ def reward(trajectory, name="tapo", judge=BoxJudge(), weights=Weights(), seed=0)
 def tools(*seen, sample=SEARCH):
     """TAPO's tool part of a policy that saw these observations."""
     return reward(hand_made(sample, *seen, answer="checker")).tools
-
-
-# Answers
-
-TABLE = [
-    # reference, reply, right?
-    ("B", "(B) the red one", True),
-    ("B", "A or B", False),
-    ("B", "", False),
-    ("B", "B", True),
-    ("B", " b\n", True),
-    ("B", "(b)", True),
-    ("B", "B.", True),
-    ("B", "**B**", True),
-    ("B", r"$\boxed{\text{B}}$", True),
-    ("B", r"\boxed{C}", False),
-    ("B", r"\boxed{F = ma}, so the answer is B", True),
-    ("F", r"\boxed{F = ma}", False),
-    ("B", "(A) or (B)", False),
-    ("B", "A, B", False),
-    ("B", "B, A", False),
-    ("B", "AB", False),
-    ("B", "not B", False),
-    ("B", "B, not A", True),
-    ("B", "B, because it is red", True),
-    ("A", "A", True),
-    ("A", "A red car", False),
-    ("B", "(B) A red car", True),
-    ("D", "Answer: **D**", True),
-    ("D", "**Answer:** D", True),
-    ("D", "Answer: A\nFinal answer: D", True),
-    ("1/2", r"\boxed{\frac{1}{2}}", True),
-    ("1234", "1,234", True),
-    ("1234", "1234.0", True),
-    ("1234", "1,23", False),
-    ("28%", "28 percent", True),
-    ("28%", r"28\%", True),
-    ("28%", "28", True),
-    ("28%", "0.28", True),
-    ("28%", "28 cm", False),
-    ("28%", "29", False),
-    ("0.5", ".50", True),
-    ("0.5", "50%", True),
-    ("0.5", "0.50001", False),
-    ("0.333333333", "1/3", True),
-    ("5551234567", "5551234568", False),
-    ("3", "3 apples", True),
-    ("3 apples", "3", True),
-    ("3 apples", "3 pears", False),
-    ("3", "3 million", False),
-    ("3", "3 or 4", False),
-    ("3", "about 3", False),
-    ("3", "three", False),
-    ("10", "1", False),
-    ("1", "10", False),
-    ("-5", "5", False),
-    ("-5", "−5", True),
-    ("5 cm", "5cm", True),
-    ("$5", "5 dollars", True),
-    ("7up", "7", False),
-    ("12:30", "24:60", False),
-    ("1", "3-2", False),
-    ("blue", "not blue", False),
-    ("blue", "Blue.", True),
-    ("blue", "the blue", True),
-    ("blue", '"blue"', True),
-    ("blue", "blue car", False),
-    ("blue", "yes, blue", False),
-    ("blue", r"\text{blue}", True),
-    ("blue", ":", False),
-    ("blue", "", False),
-    ("dark blue", "dark-blue", True),
-    ("no", "on", False),
-    ("C++", "C", False),
-    ("", "", False),
-    (r"2\sqrt{2}", r"The answer is $\sqrt{8}$.", True),
-    (r"2\sqrt{2}", r"\sqrt{9}", False),
-    ("x+1", "1+x", True),
-    ("3", "x=3", True),
-    ("1", r"\frac{1}{2} \text{ or } 1", False),
-    ("(1,2)", "(1, 2)", True),
-]
-
-
-@pytest.mark.parametrize("reference, reply, right", TABLE)
-def test_the_answer_table(reference, reply, right):
-    assert is_correct(reply, question(reference)) is right
-
-
-OPTIONS = ("blue", "red", "3 cm", "3 m")
-
-
-@pytest.mark.parametrize(
-    "reference, reply, right",
-    [
-        ("B", "B", True),
-        ("B", "red", True),
-        ("red", "B", True),
-        ("B", "(B) red", True),
-        ("B", "(A) red", False),  # letter and text disagree
-        ("A", "(A) red", False),
-        ("B", "a red", True),  # an article, not option A
-        ("B", "red or blue", False),
-        ("B", "E", False),  # there is no E
-        ("C", "3 cm", True),
-        ("C", "3", False),  # it fits two options
-    ],
-)
-def test_an_option_may_be_named_by_letter_or_by_its_text(reference, reply, right):
-    assert is_correct(reply, question(reference, OPTIONS)) is right
-
-
-def test_the_option_read_to_the_letter_wins_over_one_of_equal_meaning():
-    assert read_choice("28", ("28%", "28")) == "B"
-    assert read_choice("1,500", ("1200", "1500")) == "B"
-    assert read_choice("y", ("x", "y")) == "B"  # there is no option Y
-    assert read_choice("Final choice: **D**") == "D"
-
-
-def test_a_reference_that_is_no_option_names_the_sample():
-    with pytest.raises(ValueError, match="sample q.*'green'"):
-        is_correct("A", question("green", OPTIONS))
-
-
-def test_no_answer_is_wrong_and_so_is_a_long_one():
-    assert not is_correct(None, question("blue"))
-    assert is_correct("1" * 1000, question("1" * 1000))
-    assert not is_correct("1" * 1001, question("1" * 1001))
-
-
-@given(st.text(max_size=30))
-def test_any_text_can_be_graded(reply):
-    for reference in ("B", "3 cm", "blue"):
-        assert is_correct(reply, question(reference)) in (True, False)
-    assert is_correct(reply, question("B", OPTIONS)) in (True, False)
-
-
-@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
-def test_whole_numbers_are_right_exactly_when_equal_however_grouped(a, b):
-    assert is_correct(f"{b:,}", question(str(a))) is (a == b)
-
-
-def test_formulas_are_graded_alike_in_any_thread():
-    got = {}
-
-    def grade(i):
-        got[i] = is_correct(r"\sqrt{8}" if i % 2 else r"\sqrt{9}", question(r"2\sqrt{2}"))
-
-    threads = [threading.Thread(target=grade, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == {i: bool(i % 2) for i in range(8)}
-
-
-def test_a_formula_that_never_ends_is_wrong_in_time_and_the_next_one_is_graded():
-    grader = MathGrader(seconds=0.7)
-    assert grader.same("2", r"\frac{4}{2}")  # started: imports are not part of the limit
-    began = time.monotonic()
-    assert not grader.same("2", "9^{9^{9}}")
-    assert time.monotonic() - began < 3
-    assert grader.process.poll() is not None  # nothing is left that burns a core
-    assert grader.same("2", r"\frac{4}{2}")
-    grader.close()
 
 
 # Format
@@ -573,7 +401,7 @@ def test_tools_that_weigh_as_much_as_the_answer_are_refused(tools):
 def test_the_order_of_a_group_does_not_matter(group, shuffle):
     order = list(range(len(group)))
     shuffle.shuffle(order)
-    for name in ("tapo", "accuracy", "tool_bonus"):
+    for name in sorted(set(REWARDS) - {"random"}):
         straight = REWARDS[name](group, BoxJudge(), Weights(), random.Random(0))
         mixed = REWARDS[name]([group[i] for i in order], BoxJudge(), Weights(), random.Random(0))
         assert mixed == [straight[i] for i in order]
@@ -598,7 +426,7 @@ def test_the_null_is_a_coin_that_sees_nothing():
 
 
 def test_an_unknown_reward_lists_the_known_ones():
-    with pytest.raises(ValueError, match="tapo, accuracy, tool_bonus, random; got 'tapoo'"):
+    with pytest.raises(ValueError, match="tapo, accuracy, .*, faitheyes; got 'tapoo'"):
         score([], "tapoo", BoxJudge(), Weights(), random.Random(0))
 
 
@@ -629,6 +457,226 @@ def test_the_demonstration_shows_every_reward():
     assert "right crop" in text and "steps: 1 -1 -1 -1 -1" in text
 
 
-def test_the_grader_of_formulas_is_a_process_of_its_own():
-    assert is_correct("1+x", question("x+1"))
-    assert GRADER.process.pid != os.getpid()
+# What other papers pay for. Every number below is worked out by hand from the formula.
+
+RAN = crop(SEARCH, CELL_B2)  # showed a picture
+FAILED = Observation(error="ZeroDivisionError", red_lines=["sandbox_error"])
+
+
+def pay(name, *group, judge=BoxJudge(), weights=Weights(), sample=SEARCH):
+    """Totals of a group. Each is (answer or None, *observations)."""
+    played = [hand_made(sample, *seen, answer=answer) for answer, *seen in group]
+    return [r.total for r in REWARDS[name](played, judge, weights, random.Random(0))]
+
+
+RIGHT, LIE, NONE = "checker", "diagonal", None
+
+
+def thinking(thought, answer="checker"):
+    t = hand_made(SEARCH, RAN, answer=answer)
+    t.steps[-1].text = f"<think>{thought}</think><answer>{answer}</answer>"
+    return t
+
+
+def test_thyme_by_hand():
+    # r_res + 0.5 consistent if right + 0.5 well-formed
+    assert pay("thyme", (RIGHT,), (RIGHT, RAN, RAN), (LIE, RAN), (NONE, RAN)) == [
+        1 + 0.5 + 0.5, 1 + 0.5 + 0.5, -1 + 0 + 0.5, 0 + 0 + 0,
+    ]  # fmt: skip
+    torn = [thinking("so the answer is diagonal."), thinking("so the answer is checker.")]
+    got = REWARDS["thyme"](torn, BoxJudge(), Weights(), random.Random(0))
+    assert [r.total for r in got] == [1 + 0 + 0.5, 1 + 0.5 + 0.5]
+
+
+@pytest.mark.parametrize(
+    "thought, answer, torn",
+    [
+        ("I can see it.", "checker", False),  # concludes nothing
+        ("It looks diagonal, or checker.", "checker", False),
+        ("The answer is diagonal.", "checker", True),
+        ("The answer is checker. It has two tones.", "checker", False),
+        (r"So \boxed{2}", "2.0", False),
+        (r"So \boxed{3}", "2", True),
+        ("The answer is diagonal. No: the answer is checker", "checker", False),
+    ],
+)
+def test_thoughts_that_conclude_otherwise_contradict_the_answer(thought, answer, torn):
+    assert contradicts(thinking(thought, answer)) is torn
+
+
+def test_thoughts_before_the_last_500_characters_are_not_read():
+    far = thinking("The answer is diagonal." + " hm" * 200)
+    assert not contradicts(far)
+
+
+def test_deepeyes_by_hand():
+    # 0.8 right + 0.2 format + 1.2 (right and a picture came back)
+    cases = (RIGHT,), (RIGHT, RAN), (LIE, RAN), (RIGHT, EMPTY), (NONE, RAN), (RIGHT, RAN, RAN)
+    assert pay("deepeyes", *cases) == pytest.approx([0.8, 2.0, 0.0, 0.8, -0.2, 2.0])
+    assert pay("deepeyes", *cases, sample=NEUTRAL) == pytest.approx([1.2, 1.2, 0, 1.2, -0.4, 1.2])
+
+
+def test_pixel_reasoner_by_hand():
+    # One of ten calls, twice: RaPR 0.1, bonus 0.25 * 0.2 / 0.2 - 0.05 = 0.2. The others: 0.
+    rare = pay("pixel_reasoner", (LIE, RAN, RAN), (RIGHT,), *[(LIE,)] * 8)
+    assert rare == pytest.approx([0.2, 1.0] + [0.0] * 8)
+    # Two of four: RaPR 0.5, above 0.3: only the second call costs, 0.05.
+    often = pay("pixel_reasoner", (RIGHT, RAN), (RIGHT, RAN, RAN), (RIGHT,), (LIE,))
+    assert often == pytest.approx([1.0, 0.95, 1.0, 0.0])
+    # An error that stands at the end takes the answer away; one that was mended does not.
+    late, mended = pay("pixel_reasoner", (RIGHT, RAN, FAILED), (RIGHT, FAILED, RAN))
+    assert (late, mended) == pytest.approx((-0.05, 0.95))
+
+
+def test_codedance_by_hand():
+    # Right with 1 of 2 calls well, right without, two wrong: S = 1, 1, 0, 0; mean 0.5, so that
+    # d = sigmoid(0) - 0.2 = 0.3 in either form, and the parts are 1.5 * 0.3 / 2, or 1 * 0.3 / 2.
+    group = (RIGHT, FAILED, RAN), (RIGHT,), (LIE, RAN), (LIE,)
+    assert pay("codedance", *group) == pytest.approx([1.225, 1.0, 0.5 * 0.3, 0.0])
+    assert pay("codedance_printed", *group) == pytest.approx([1.15, 1.0, 0.5 * 0.3, 0.0])
+    # All right: sigmoid(8 * -0.5) = 0.017986, sigmoid(4 * -0.5) = 0.119203, less 0.2: a fee.
+    easy = (RIGHT, RAN), (RIGHT,)
+    assert pay("codedance", *easy) == pytest.approx([1 + 1.5 * (0.017986 - 0.2), 1.0], abs=1e-6)
+    printed = pay("codedance_printed", *easy)
+    assert printed == pytest.approx([1 + (0.119203 - 0.2), 1.0], abs=1e-6)
+    # The format penalty is in the mean of the released form alone: S = 0.8 and -0.2, mean 0.3,
+    # against an accuracy of 0.5: sigmoid(8 * 0.2) = 0.832018.
+    bad = [hand_made(SEARCH, RAN, answer=a) for a in (RIGHT, LIE)]
+    for t in bad:
+        t.steps[-1].text += "</think>"
+    for name, d in (("codedance", 0.832018 - 0.2), ("codedance_printed", 0.5 - 0.2)):
+        got = REWARDS[name](bad, BoxJudge(), Weights(), random.Random(0))
+        most = 1.5 if name == "codedance" else 1.0
+        assert [r.total for r in got] == pytest.approx([0.8 + most * d, -0.2 + 0.5 * d], abs=1e-6)
+
+
+def test_codedance_pays_turns_by_hand():
+    # Failed, failed, ran, answer. G from behind: 0, 0, -0.5, -0.5 + 0.2 * -0.5 = -0.6.
+    a, b = hand_made(SEARCH, FAILED, FAILED, RAN, answer=RIGHT), hand_made(SEARCH, RAN, answer=LIE)
+    assert turn_returns(a) == pytest.approx((-0.6, -0.5, 0.0, 0.0))
+    assert turn_returns(b) == (0.0, 0.0)
+    # Without the last turns: -0.6, -0.5, 0, 0. Mean -0.275, deviation sqrt(0.3075 / 3).
+    x, y = score([[a], [b]], "codedance", BoxJudge(), Weights(), random.Random(0))
+    s = 0.2 / 0.1025**0.5
+    assert x[0].turns == pytest.approx((s * -0.325, s * -0.225, s * 0.275, 0.0), abs=1e-4)
+    assert y[0].turns == pytest.approx((s * 0.275, 0.0), abs=1e-4)
+
+
+def test_codedance_adds_nothing_where_no_turn_differs_or_nothing_is_known():
+    same = [hand_made(SEARCH, RAN, answer=RIGHT), hand_made(SEARCH, answer=RIGHT)]
+    (got,) = score([same], "codedance", BoxJudge(), Weights(), random.Random(0))
+    assert [r.turns for r in got] == [(0.0, 0.0), (0.0,)]
+    mixed = [hand_made(SEARCH, FAILED, answer=RIGHT), hand_made(SEARCH, RAN, answer="unheard")]
+    silent = Answering(None)
+    (got,) = score([mixed], "codedance", silent, Weights(), random.Random(0))
+    assert got[1].total is None and got[1].turns == (0.0, 0.0)
+
+
+def test_pyvision_by_hand():
+    cases = (RIGHT, RAN, FAILED, EMPTY), (RIGHT,), (LIE, RAN)
+    assert pay("pyvision", *cases) == pytest.approx([1.3, 1.0, 0.0])
+
+
+def test_adatooler_by_hand():
+    # With calls 2 of 2 right, without 1 of 2: dS 0.5. exp(-2 (5/6)^2) = 0.249352 for one call
+    # that ran, exp(-2) = 0.135335 for none.
+    group = (RIGHT, RAN), (RIGHT, FAILED), (RIGHT,), (LIE,)
+    one, none = 0.6 * 0.5 * 0.249352, 0.6 * 0.5 * 0.135335
+    assert pay("adatooler", *group) == pytest.approx([1 + one, 1 + none, 1 + none, none], abs=1e-6)
+    assert pay("adatooler", (RIGHT, RAN), (LIE, RAN)) == [1.0, 0.0]  # nothing to compare with
+
+
+def test_faitheyes_by_hand():
+    # Of four calls one fails, one is rejected by the judge: 0.2 * (1 - 2 / 4).
+    got = pay("faitheyes", (RIGHT, RAN, FAILED, WRONG, PRINTED), (RIGHT,), (LIE, RAN), (NONE, RAN))
+    assert got == pytest.approx([1.1, 1.0, 0.2, 0.2 - 0.2 - 0.2])
+    torn = REWARDS["faitheyes"]([thinking("The answer is red.")], BoxJudge(), Weights(), None)
+    assert torn[0].total == pytest.approx(1 + 0.2 - 0.2)
+    (silent,) = pay("faitheyes", (RIGHT, RAN), judge=lambda request: None)
+    assert silent is None
+
+
+def test_the_gate_pays_tools_only_with_a_right_answer():
+    cases = (RIGHT, GOOD), (LIE, GOOD), (RIGHT, TYPO), (LIE, TYPO)
+    assert pay("tapo", *cases) == pytest.approx([1.2, 0.2, 0.8, -0.2])
+    gated = pay("tapo", *cases, weights=Weights(gate_tool_on_correct=True))
+    assert gated == pytest.approx([1.2, 0.0, 0.8, 0.0])
+
+
+def test_step_credit_goes_to_the_steps_own_turn():
+    # Scores 1, -1, 0 and none: mean 0. The answering turns and the rest get nothing.
+    group = [hand_made(SEARCH, *seen, answer=RIGHT) for seen in ((GOOD, TYPO), (WRONG,), ())]
+    (got,) = score([group], "tapo", BoxJudge(), Weights(step_credit=0.5), random.Random(0))
+    assert [r.turns for r in got] == [(0.5, -0.5, 0.0), (0.0, 0.0), (0.0,)]
+    (off,) = score([group], "tapo", BoxJudge(), Weights(), random.Random(0))
+    assert [r.turns for r in off] == [None] * 3 and [r.total for r in off] == [r.total for r in got]
+    with pytest.raises(ValueError, match="accuracy has none"):
+        score([group], "accuracy", BoxJudge(), Weights(step_credit=0.5), random.Random(0))
+
+
+def test_a_failure_of_ours_is_no_call_for_anybody():
+    for name in sorted(set(REWARDS) - {"random"}):
+        with_it, without = pay(name, (RIGHT, OURS, RAN)), pay(name, (RIGHT, RAN))
+        assert with_it == without, name
+
+
+class Answering:
+    """Grades open answers; has no opinion of what tools show."""
+
+    def __init__(self, verdict):
+        self.verdict, self.asked = verdict, []
+
+    def __call__(self, request):
+        return 0.0
+
+    def same_answer(self, question, reference, reply):
+        self.asked.append((question, reference, reply))
+        return self.verdict
+
+
+def test_an_open_answer_without_a_verdict_leaves_the_trajectory_without_a_reward():
+    for name in sorted(set(REWARDS) - {"random"}):
+        group = [hand_made(SEARCH, RAN, answer="chequered"), hand_made(SEARCH, answer=RIGHT)]
+        (got,) = score([group], name, Answering(None), Weights(), random.Random(0))
+        assert got[0].answer is None and got[0].total is None, name
+        assert got[1].answer == 1.0 and got[1].total is not None, name
+        assert summary([group], [got])["no_verdict"] == 1
+
+
+def test_a_second_judge_grades_answers_beside_the_one_of_steps():
+    group, answers = [hand_made(SEARCH, GOOD, answer="chequered")], Answering(True)
+    (got,) = score([group], "tapo", BoxJudge(), Weights(), random.Random(0), answers)
+    assert (got[0].answer, got[0].tools) == (1.0, 1.0)
+    assert answers.asked == [(SEARCH.question, "checker", "chequered")]
+
+
+def test_groups_are_judged_side_by_side_and_come_back_in_order():
+    class Slow(BoxJudge):
+        concurrency, most, now, lock = 3, 0, 0, threading.Lock()
+
+        def __call__(self, request):
+            with Slow.lock:
+                Slow.now += 1
+                Slow.most = max(Slow.most, Slow.now)
+            time.sleep(0.02)
+            with Slow.lock:
+                Slow.now -= 1
+            return super().__call__(request)
+
+    groups = [[hand_made(SEARCH, seen, answer=RIGHT)] for seen in (GOOD, WRONG, WIDE) * 4]
+    got = score(groups, "tapo", Slow(), Weights(), random.Random(0))
+    assert [r.steps for (r,) in got] == [(1.0,), (0.0,), (0.5,)] * 4
+    assert Slow.most == 3
+
+
+def test_the_null_does_not_depend_on_which_thread_is_first():
+    groups = [[hand_made(SEARCH, answer=RIGHT)] * 4 for _ in range(20)]
+
+    class Many(BoxJudge):
+        concurrency = 8
+
+    one, many = (
+        score(groups, "random", judge, Weights(), random.Random(5))
+        for judge in (BoxJudge(), Many())
+    )
+    assert one == many and len({r.total for group in one for r in group}) == 2
