@@ -170,7 +170,7 @@ def finding(trajectory: Trajectory, reward: Reward, cluster: str | None = None) 
     focuses = [[area(t) / area(c) for t in sample.boxes if recall(c, t) >= 0.5] for c in proper]
     return Finding(
         search=sample.kind == "search",
-        correct=reward.answer > 0,
+        correct=(reward.answer or 0) > 0,
         scores=tuple(score for o, score in zip(seen, reward.steps) if o.images),
         calls=len(steps),
         failed=sum(not (ran_well(o) or o.environment) for o in seen),
