@@ -5,29 +5,29 @@ Concept     A right answer may be luck. Each search question falls into one of t
             faithful    a tool showed the evidence (a step score of 1: 0.5 is not enough)
             unfaithful  tools showed pictures, and none of them the evidence
             no tool     no picture was shown at all
-            To have looked is not yet to have used it, so we also lie: we change what the tools
+            To have looked is not yet to have used it. So we also lie: we change what the tools
             show, and see whether thoughts, actions and answers follow.
 Paper       CodeV, arXiv:2511.19661, Fig. 2 (rates among right answers), Table 5 (faithful and
-            right, over all questions), Table 6 (perturbations), Appendix 12 (use of tools). It
-            leaves denominators and several crops open: both denominators stand here, and four ways
-            to treat several crops. Agreement, ablation and evidence values are ours.
+            right, over all questions), Table 6 (lies), Appendix 12 (use of tools). It leaves
+            denominators and several crops open: both denominators stand here, and four ways to
+            treat several crops. Agreement of judges, ablation and evidence values are ours.
 In          Trajectories and their Rewards with step scores (rewards.tapo), computed once
-Out         rates with numerator, denominator and bootstrap interval; tables of them
-Left out    which part of a crop was used; template matching for pictures without a box
+Out         rates with numerator, denominator and bootstrap interval, and tables of them
+Left out    human judgement; which part of a crop was used; where a picture without a box is from
 Read next   evaluate.py (which plays the questions and prints the tables)
 
-    python faithfulness.py                       the rates on six hand-made trajectories
-    python faithfulness.py TRAJECTORIES.jsonl    on recorded ones: evaluate.py's, or any agent's
+    python faithfulness.py                       the rates of six hand-made trajectories
+    python faithfulness.py TRAJECTORIES.jsonl    of recorded ones: evaluate.py's, or any agent's
 
-One JSON object a line for each trajectory of any agent (fields in brackets may be absent):
+Any agent's file has one JSON object a line. Boxes are [x0, y0, x1, y1] in pixels of the image, and
+are cut at its border; paths are relative to the file.
 
-    question, answer (what it answered, or null), correct (true or false)
-    image       a file; paths are relative to the .jsonl. Boxes are [x0, y0, x1, y1] in its pixels
-    steps       one a tool call, each with what it showed: box, the part of the image, or image, a
-                file (of neither: it showed nothing). [text, before the call] [code] [error]
-                [score: a judge's, from 0 to 1, or null; else the box is held against the targets]
-    [targets    boxes of the evidence]   [kind: "search" (default) or "neutral"]   [reference]
-    [id: plays of one question share it, and the bootstrap draws them together]   [text, at the end]
+    question, image (a file), answer (what the agent answered, or null), correct (true or false)
+    steps      one a tool call, an object with what it showed: box (a part of the image), image (a
+               file), or neither. It may have text (what was said before), code, error, and score (a
+               judge's, 0 to 1, or null); without a score the box is held against the targets
+    and, where they are known: targets (boxes of the evidence), kind ("search" or "neutral"), text
+    (what was said at the end), id (plays of one question share it: they are not independent)
 """
 
 from __future__ import annotations
@@ -35,42 +35,32 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import re
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from PIL import Image
 
-from data import Box, Sample
-from grpo import group_row, group_rows, log_probs
-from rewards import (
-    BoxJudge,
-    Judge,
-    Reward,
-    Weights,
-    area,
-    crop,
-    hand_made,
-    is_correct,
-    ran_well,
-    recall,
-    step_scores,
-    tapo,
-)
-from rollout import Policy, Rules, Step, Trajectory, begin, listen, play_on, rows_that_fit
-from rollout import Encoded
+from data import Box, Sample, upright_rgb
+from grpo import Objective, group_row, group_rows, log_probs
+from rewards import BoxJudge, Judge, Reward, Weights, area, crop, hand_made, is_correct
+from rewards import ran_well, recall, step_score, tapo
+from rollout import Encoded, Policy, Rules, Step, Trajectory, begin, listen, play_on, rows_that_fit
 from sandbox import Observation, Sandbox
 
 # Rates
 
+DRAWS = 1000  # of the bootstrap
 Parts = dict[str, tuple[float, float]]  # what one unit adds to each rate: above and below the line
 
 
@@ -78,7 +68,7 @@ Parts = dict[str, tuple[float, float]]  # what one unit adds to each rate: above
 class Rate:
     numerator: float
     denominator: float
-    interval: tuple[float, float] | None = None  # 95 %; None: not asked for, or nothing to draw
+    interval: tuple[float, float] | None = None  # 95 %
 
     @property
     def value(self) -> float | None:
@@ -87,45 +77,46 @@ class Rate:
 
     def __str__(self) -> str:
         share = "none" if self.value is None else f"{self.value:.3f}"
-        if self.interval:
-            share += f" [{self.interval[0]:.3f}, {self.interval[1]:.3f}]"
-        return f"{share} ({self.numerator:g}/{self.denominator:g})"
+        ends = "[{:.3f}, {:.3f}] ".format(*self.interval) if self.interval else ""
+        return f"{share} {ends}({self.numerator:g}/{self.denominator:g})"
 
 
 def add_up(
     units: Sequence[Parts], clusters: Sequence[str] = (), draws: int = 0, seed: int = 0
 ) -> dict[str, Rate]:
-    """Sum over units (samples, calls). With draws > 0, percentile bootstrap intervals: whole
-    clusters are drawn with replacement, for plays of one question are no independent evidence.
-    Units with an empty cluster, or all if none are given, stand alone. Draws in which a rate has
-    no denominator are left out of its interval; a single cluster gives no interval."""
+    """Sum over units (samples, or calls). draws > 0: with percentile bootstrap intervals. Whole
+    clusters are drawn with replacement, since plays of one question are no independent evidence; a
+    unit whose cluster is "" stands alone. Draws that leave a rate without denominator do not count
+    for it; one cluster gives no interval. (Of what was always so, or never, a bootstrap learns
+    nothing: its interval has no width.)"""
     if not units:
         return {}
     amounts = np.array([list(unit.values()) for unit in units], float)  # [units, rates, 2]
     keys = [cluster or i for i, cluster in enumerate(clusters or [""] * len(units))]
     place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    C = len(place)
-    grouped = np.zeros((C, *amounts.shape[1:]))
+    grouped = np.zeros((len(place), *amounts.shape[1:]))
     np.add.at(grouped, [place[key] for key in keys], amounts)
-    times = np.random.default_rng(seed).multinomial(C, [1 / C] * C, draws)  # [draws, C]
+    chance = np.full(len(place), 1 / len(place))
+    times = np.random.default_rng(seed).multinomial(len(place), chance, draws)  # [draws, clusters]
     drawn = np.tensordot(times, grouped, 1)  # [draws, rates, 2]
     rates = {}
     for r, (name, sums) in enumerate(zip(units[0], amounts.sum(0).tolist())):
         above, below = drawn[drawn[:, r, 1] != 0, r].T
-        enough = len(below) and C > 1 and sums[1]
-        ends = np.percentile(above / below, (2.5, 97.5)) if enough else None
-        rates[name] = Rate(*sums, None if ends is None else tuple(ends.tolist()))
+        known = len(below) and len(place) > 1
+        ends = np.percentile(above / below, (2.5, 97.5)).tolist() if known else None
+        rates[name] = Rate(*sums, ends and tuple(ends))
     return rates
 
 
-def listing(rates: dict[str, Rate]) -> str:
-    return columns([[name, str(rate)] for name, rate in rates.items()])
-
-
-def columns(rows: list[list[str]]) -> str:
-    """Plain text, every column as wide as its widest cell."""
+def grid(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of cells as plain text, every column as wide as its widest cell."""
+    rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def listing(rates: dict[str, Rate]) -> str:
+    return grid((name, str(rate)) for name, rate in rates.items())
 
 
 # One trajectory
@@ -155,8 +146,7 @@ class Finding:
 
 
 def finding(trajectory: Trajectory, reward: Reward, cluster: str | None = None) -> Finding:
-    """A step with a red line scores -1 and is no hit, even if the evidence was in its picture.
-    cluster: the sample's id by default; for HR-Bench, what the four cycles of a question share."""
+    """A step with a red line scores -1 and is no hit, even if the evidence was in its picture."""
     sample, steps = trajectory.sample, trajectory.tool_steps
     if len(reward.steps) != len(steps):
         raise ValueError(
@@ -173,16 +163,28 @@ def finding(trajectory: Trajectory, reward: Reward, cluster: str | None = None) 
         correct=(reward.answer or 0) > 0,
         scores=tuple(score for o, score in zip(seen, reward.steps) if o.images),
         calls=len(steps),
-        failed=sum(not (ran_well(o) or o.environment) for o in seen),
+        failed=sum(map(failed, seen)),
         areas=tuple(area(box) / whole for box in crops),
         recalls=tuple(covered(target, proper) for target in sample.boxes),
         focuses=tuple(max(values) for values in focuses if values),
-        cluster=sample.id if cluster is None else cluster,
+        cluster=question_of(sample) if cluster is None else cluster,
     )
 
 
+def question_of(sample: Sample) -> str:
+    """What the bootstrap draws as one: all plays of a question; in HR-Bench, whose source names a
+    cycle (data set/part/cycle), also the four rows that turn its options."""
+    same = f"{sample.question} {sorted(sample.options)}"
+    return same if re.fullmatch("[^/]*/[^/]*/[^/]+", sample.source) else sample.id
+
+
+def failed(seen: Observation) -> bool:
+    """By the policy's own fault."""
+    return not (ran_well(seen) or seen.environment)
+
+
 def covered(target: Box, crops: Iterable[Box]) -> float:
-    """|target ∩ (union of crops)| / |target|, pixel by pixel."""
+    """|target ∩ (the union of the crops)| / |target|, pixel by pixel."""
     x0, y0, x1, y1 = target
     seen = np.zeros((y1 - y0, x1 - x0), bool)
     for u0, v0, u1, v1 in crops:
@@ -209,57 +211,50 @@ def faithful(finding: Finding, aggregate: str = "any") -> float:
 
 
 def parts(f: Finding, aggregate: str = "any") -> Parts:
-    """A trajectory in which the judge had no verdict leaves the rates of faithfulness, not the
-    rest."""
+    """A trajectory in which the judge had no verdict leaves the rates of faithfulness, no other."""
     judged, looked, boxed = f.search and f.has_verdict, bool(f.scores), f.search and bool(f.recalls)
     good, right = faithful(f, aggregate), judged and f.correct
     bad = looked - good
 
-    def one(value: float, among: bool) -> tuple[float, float]:
+    def one(value: float, among: bool = True) -> tuple[float, float]:
         return (float(value), 1.0) if among else (0.0, 0.0)
 
-    def several(values: Sequence[float], among: bool = True) -> tuple[float, float]:
+    def each(values: Sequence[float], among: bool = True) -> tuple[float, float]:
         return (sum(values), len(values)) if among else (0.0, 0.0)
 
     return {
-        "accuracy": one(f.correct, True),
-        "search_accuracy": one(f.correct, f.search),
-        "direct_accuracy": one(f.correct, not f.search),
-        "tool_use": one(f.calls > 0, f.search),
+        "accuracy": one(f.correct), "search_accuracy": one(f.correct, f.search),
+        "direct_accuracy": one(f.correct, not f.search), "tool_use": one(f.calls > 0, f.search),
         # Unconditional: these three partition the search questions.
-        "faithful": one(good, judged),
-        "unfaithful": one(bad, judged),
+        "faithful": one(good, judged), "unfaithful": one(bad, judged),
         "no_tool": one(not looked, judged),
         # Table 5: right, and for the right reason, over all questions.
         "faithful_and_correct": one(good * f.correct, judged),
         # Fig. 2: among right answers; and among those that came with a picture.
-        "faithful_given_correct": one(good, right),
-        "unfaithful_given_correct": one(bad, right),
+        "faithful_given_correct": one(good, right), "unfaithful_given_correct": one(bad, right),
         "no_tool_given_correct": one(not looked, right),
         "faithful_given_correct_and_shown": one(good, right and looked),
-        "faithful_per_call": several(f.hits, judged),  # "57 % of tool calls" may mean this one
-        "accuracy_given_faithful": (good * f.correct, good) if judged else (0.0, 0.0),
+        "faithful_per_call": each(f.hits, judged),  # "57 % of tool calls" may mean this one
+        "accuracy_given_faithful": (good * right, good * judged),
         # Against labelled boxes, whatever a judge says: any target seen, or each of them.
-        "box_any_50": one(max(f.recalls, default=0) >= 0.5, boxed),
-        "box_all_50": one(min(f.recalls, default=0) >= 0.5, boxed),
-        "box_any_80": one(max(f.recalls, default=0) >= 0.8, boxed),
-        "box_all_80": one(min(f.recalls, default=0) >= 0.8, boxed),
-        "focus": several(f.focuses, boxed),
-        "crop_area": several(f.areas, f.search),
-        "calls": one(f.calls, True),
-        "error_rate": one(f.failed > 0, True),
+        **{f"box_{some}_{percent}": one(boxed and of(f.recalls) >= percent / 100, boxed)
+           for percent in (50, 80) for some, of in (("any", max), ("all", min))},
+        "focus": each(f.focuses, boxed), "crop_area": each(f.areas, f.search),
+        "calls": one(f.calls), "error_rate": one(f.failed > 0),
         "no_verdict": one(not f.has_verdict, f.search),
-    }
+    }  # fmt: skip
+
+
+NOTHING = dict.fromkeys(parts(Finding(False, False, (), 0, 0, (), ())), (0.0, 0.0))
 
 
 def count(
     findings: Iterable[Finding], aggregate: str = "any", draws: int = 0, seed: int = 0
 ) -> dict[str, Rate]:
-    """Every rate with its numerator and denominator; with draws > 0 with its interval."""
+    """Every rate with its numerator and denominator, and, if draws > 0, its interval."""
     findings = list(findings)
-    units = [parts(f, aggregate) for f in findings]
-    nothing = dict.fromkeys(parts(Finding(False, False, (), 0, 0, (), ())), (0.0, 0.0))
-    return add_up(units or [nothing], [f.cluster for f in findings], draws, seed)
+    units = [parts(f, aggregate) for f in findings] or [NOTHING]
+    return add_up(units, [f.cluster for f in findings], draws, seed)
 
 
 def cross_table(findings: Iterable[Finding], aggregate: str = "any") -> dict[str, dict[str, float]]:
@@ -273,6 +268,12 @@ def cross_table(findings: Iterable[Finding], aggregate: str = "any") -> dict[str
     return table
 
 
+def cross_listing(findings: Iterable[Finding], aggregate: str = "any") -> str:
+    table = cross_table(findings, aggregate)
+    rows = [(answer, *map("{:g}".format, row.values())) for answer, row in table.items()]
+    return grid([("", *table["correct"]), *rows])
+
+
 def rates(
     trajectories: Sequence[Trajectory], rewards: Sequence[Reward], aggregate: str = "any"
 ) -> dict[str, float | None]:
@@ -282,124 +283,104 @@ def rates(
     return {"n": len(findings), **{name: rate.value for name, rate in counts.items()}}
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Two judges on the same pictures: is it a hit (a score of 1)?"""
-
-    table: Counter[tuple[bool, bool]]  # (first says hit, second says hit) -> how many
-    left_out: int  # calls on which one of them had no verdict
-
-    @property
-    def rate(self) -> Rate:
-        return Rate(self.table[True, True] + self.table[False, False], self.table.total())
-
-    @property
-    def kappa(self) -> float | None:
-        """Cohen's: agreement beyond chance. None if chance alone would always agree."""
-        n, both = self.table.total(), self.table[True, True]
-        a, b = both + self.table[True, False], both + self.table[False, True]
-        chance = (a * b + (n - a) * (n - b)) / n**2 if n else 1.0
-        return None if chance == 1 else (self.rate.value - chance) / (1 - chance)
-
-
 def agreement(
     trajectories: Sequence[Trajectory], first: Sequence[Reward], second: Sequence[Reward]
-) -> Agreement:
-    """Per call, from both judges' rewards. A red line is no judge's verdict: such calls, and those
-    that showed no picture, are not compared."""
-    table, left_out = Counter(), 0
+) -> tuple[Counter, Rate, float | None]:
+    """Two judges on the same calls. Is it a hit (a score of 1)? A table of (first, second), or of
+    None where one of them had no verdict; how often they agree; Cohen's kappa, None if chance alone
+    would always agree. Calls that showed no picture, or crossed a red line, were not judged."""
+    table: Counter[tuple[bool, bool] | None] = Counter()
     for t, one, two in zip(trajectories, first, second, strict=True):
         for step, *pair in zip(t.tool_steps, one.steps, two.steps, strict=True):
-            if None in pair:
-                left_out += bool(step.observation.images)
-            elif step.observation.images and min(pair) >= 0:
-                table[pair[0] >= 1, pair[1] >= 1] += 1
-    return Agreement(table, left_out)
+            if step.observation.images and -1.0 not in pair:
+                table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
+    n, both = table.total() - table[None], table[True, True]
+    a, b, agree = both + table[True, False], both + table[False, True], both + table[False, False]
+    chance = (a * b + (n - a) * (n - b)) / n**2 if n else 1.0
+    return table, Rate(agree, n), None if chance == 1 else (agree / n - chance) / (1 - chance)
 
 
 # How tools were used (Appendix 12)
 
-KINDS = {
-    "crop": r"\.crop\(|\[[^\]\n]*:[^\]\n]*,[^\]\n]*:",
+KINDS = {  # by the text of a program; a box that the sandbox found proves a crop
+    "crop": r"\.crop\(|\[[^]\n]*:[^]\n]*,[^]\n]*:",
     "rotate": r"rotate|transpose|flip|ROTATE_",
-    "contrast": r"ImageEnhance|contrast|equalize|CLAHE|\.point\(|convertScaleAbs|cvtColor|Sharp",
+    "contrast": r"ImageEnhance|contrast|equalize|CLAHE|\.point\(|convertScaleAbs|cvtColor|[Ss]harp",
     "draw": r"ImageDraw|\.(?:rectangle|circle|line|polygon|putText|ellipse|plot|scatter|bar)\(",
 }
-AREAS = (0.01, 0.05, 0.25, 0.5, 0.9, 1.0)  # upper ends of the bins, as shares of the image
+AREAS = (0, 0.01, 0.05, 0.25, 0.5, 0.9, 1)  # of the image: ends of the bins
 CLAIM = re.compile(  # of a look that was taken, or is about to be
     r"\b(?:cropp(?:ed|ing)|zoom(?:ed|ing) in|(?:the|this|my) (?:crop|close-up|zoom\w*))\b"
-    r"|\bi(?:'ll| will)? (?:now )?(?:crop|zoom)\b|\.crop\(",
-    re.IGNORECASE,
-)
+    r"|\bi(?:'ll| will)? (?:now )?(?:crop|zoom)\b|\.crop\(", re.IGNORECASE)  # fmt: skip
 
 
-def kinds_of(code: str, seen: Observation) -> set[str]:
-    """What a program did, by its text; a recorded box proves a crop."""
-    found = {kind for kind, pattern in KINDS.items() if re.search(pattern, code)}
-    found |= {"crop"} if any(seen.boxes) else set()
-    return found or {"other" if seen.images else "compute"}
+def kinds_of(step: Step) -> set[str]:
+    found = {kind for kind, pattern in KINDS.items() if re.search(pattern, step.code)}
+    found |= {"crop"} if any(step.observation.boxes) else set()
+    return found or {"other" if step.observation.images else "compute"}
 
 
 def use_of(t: Trajectory) -> Parts:
-    """What one trajectory adds to the rates of tool use."""
-    seen, whole = [s.observation for s in t.tool_steps], area((0, 0, *t.sample.image.size))
-    calls, kinds = len(seen), [kinds_of(s.code or "", s.observation) for s in t.tool_steps]
-    pictures = [source for o in seen for _, source in zip(o.images, o.sources)]
-    bins = [sum(area(box) > e * whole for e in AREAS) for o in seen for box in o.boxes if box]
-    said = re.sub(r"(?s)<code>.*?</code>", "", " ".join(s.text for s in t.steps))
-    failed = [not (ran_well(o) or o.environment) for o in seen]
-    lows = (0, *AREAS)
+    steps, whole = t.tool_steps, area((0, 0, *t.sample.image.size))
+    seen, n, kinds = [step.observation for step in steps], len(steps), [*map(kinds_of, steps)]
+    sources = [source for o in seen for source in o.sources]
+    areas = [area(box) / whole for o in seen for box in o.boxes if box]
+    bad = [*map(failed, seen)]
+    words = " ".join(re.sub(r"(?s)<code>.*?</code>", "", step.text) for step in t.steps)
     return {
-        **{f"{n} calls": (calls == n, 1) for n in range(5)},
-        "5 or more calls": (calls > 4, 1),
-        **{f"calls that {k}": (sum(k in found for found in kinds), calls)
+        **{f"{k} calls": (n == k, 1) for k in range(5)},
+        "5 or more calls": (n > 4, 1),
+        **{f"{k} (of calls)": (sum(k in kind for kind in kinds), n)
            for k in (*KINDS, "compute", "other")},
-        **{f"crops of {low:.0%} to {high:.0%}": (bins.count(i), len(bins))
-           for i, (low, high) in enumerate(zip(lows, AREAS))},
-        "failed calls": (sum(failed), calls),
-        "repaired calls": (sum(bool(o.notes) for o in seen), calls),
-        # After an error: did the next call run?
-        "errors mended": (sum(a and not b for a, b in zip(failed, failed[1:])), sum(failed)),
-        # A picture counts as verified if the sandbox itself found it in the image.
-        "verified crops": (pictures.count("crop"), len(pictures)),
-        # Claimed in words or in code that was never run, while no tool showed anything.
-        "decorative crops": (bool(CLAIM.search(said)) and not pictures, 1),
+        **{f"crops of {low:.0%} to {high:.0%}": (sum(low < a <= high for a in areas), len(areas))
+           for low, high in zip(AREAS, AREAS[1:])},
+        "failed calls": (sum(bad), n),
+        "failed calls after which one ran": (sum(a > b for a, b in zip(bad, bad[1:])), sum(bad)),
+        "repaired calls": (sum(bool(o.notes) for o in seen), n),
+        # The sandbox itself found the picture in the image. And: a look was claimed, in words or
+        # in code that never ran, while no tool showed anything.
+        "verified crops (of pictures)": (sources.count("crop"), len(sources)),
+        "decorative crops": (bool(CLAIM.search(words)) and not sources, 1),
     }  # fmt: skip
 
 
-def tool_use(trajectories: Sequence[Trajectory], draws: int = 1000) -> dict[str, Rate]:
-    return add_up([use_of(t) for t in trajectories], [t.sample.id for t in trajectories], draws)
+def tool_use(trajectories: Iterable[Trajectory], draws: int = DRAWS) -> dict[str, Rate]:
+    units = [(use_of(t), question_of(t.sample)) for t in trajectories]
+    return add_up(*zip(*units), draws) if units else {}
 
 
-# Lies (Table 6). Each takes a picture and its box in the sample's image, and returns what is shown
-# instead; None: there is no such picture.
+# Lies (Table 6)
+
+PERTURBATIONS = ("identity", "mask", "noise", "random", "empty")
 
 
-def identity(image: Image.Image, box: Box | None, sample: Sample, rng: Random) -> Image.Image:
-    """Encoded once more, as a good JPEG: the noise floor, below which no change means anything."""
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "JPEG", quality=95, subsampling=0)
-    return Image.open(buffer).convert("RGB")
+def lie(name: str, seen: Observation, image: Image.Image, rng: Random) -> Observation:
+    """What is told instead of `seen`, which showed parts of `image`. The boxes stay: they say what
+    the code asked for. empty: no tool output at all, neither pictures nor text. A lie that cannot
+    be told is a failure of ours, an `environment`, and the trajectory will leave the study."""
+    if name == "empty":
+        return replace(seen, text="", images=[], error=None, notes=[])
+    shown = [other(name, p, box, image, rng) for p, box in zip(seen.images, seen.boxes)]
+    if any(picture is None for picture in shown):
+        return replace(seen, images=[], environment="there is no other crop of this size")
+    return replace(seen, images=shown)
 
 
-def mask(image: Image.Image, box: Box | None, sample: Sample, rng: Random) -> Image.Image:
-    """Grey all over; black if it was that grey already."""
-    grey = Image.new("RGB", image.size, (128, 128, 128))
-    return Image.new("RGB", image.size) if grey.tobytes() == image.tobytes() else grey
-
-
-def noise(image: Image.Image, box: Box | None, sample: Sample, rng: Random) -> Image.Image:
-    """Gaussian noise and nothing else."""
-    values = np.random.default_rng(rng.getrandbits(32)).normal(128, 64, (*image.size[::-1], 3))
-    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
-
-
-def elsewhere(
-    image: Image.Image, box: Box | None, sample: Sample, rng: Random
+def other(
+    name: str, picture: Image.Image, box: Box | None, image: Image.Image, rng: Random
 ) -> Image.Image | None:
-    """Another part of the sample's image, of the crop's size and shown at the same scale."""
-    place = box and place_beside(box, sample.image.size, rng)
-    return place and sample.image.crop(place).resize(image.size)
+    """What is shown instead of a picture, in its size; None: there is no such thing."""
+    if name == "identity":  # encoded once more, as a good JPEG: the noise floor
+        picture.convert("RGB").save(buffer := io.BytesIO(), "JPEG", quality=95, subsampling=0)
+        return Image.open(buffer).convert("RGB")
+    if name == "mask":  # grey all over; black, if it was grey all over
+        grey = Image.new("RGB", picture.size, (128, 128, 128))
+        return Image.new("RGB", picture.size) if grey == picture else grey
+    if name == "noise":  # Gaussian, and nothing else
+        dice, shape = np.random.default_rng(rng.getrandbits(32)), (*picture.size[::-1], 3)
+        return Image.fromarray(dice.normal(128, 64, shape).clip(0, 255).astype(np.uint8))
+    place = box and place_beside(box, image.size, rng)  # random: another part, at the same scale
+    return place and image.crop(place).resize(picture.size)
 
 
 def place_beside(box: Box, size: tuple[int, int], rng: Random) -> Box | None:
@@ -417,303 +398,324 @@ def place_beside(box: Box, size: tuple[int, int], rng: Random) -> Box | None:
     return x, y, x + w, y + h
 
 
-PICTURES = {"identity": identity, "mask": mask, "noise": noise, "random": elsewhere}
-PERTURBATIONS = (*PICTURES, "empty")  # empty: no tool output at all, neither pictures nor text
+def up_to(policy: Policy, t: Trajectory, i: int) -> Trajectory:
+    """A copy that ends with the i-th action, before anything of its outcome is told."""
+    seen, end = [p for step in t.steps[:i] for p in step.observation.images], t.steps[i].end
+    pictures = t.images[: t.prompt_images + len(seen)]
+    pictures = pictures or policy.pictures([t.sample.image, *seen])  # it was read from a file
+    steps = [*t.steps[:i], replace(t.steps[i], observation=None)]
+    return replace(t, ids=t.ids[:end], acted=t.acted[:end], images=pictures, steps=steps,
+                   answer=None, ended="")  # fmt: skip
 
 
-def lie(name: str, seen: Observation, sample: Sample, rng: Random) -> Observation | None:
-    """What is told instead of `seen`; None if this lie cannot be told of it. The boxes stay: they
-    say what the policy asked for."""
-    if name == "empty":
-        return Observation()
-    shown = [PICTURES[name](image, box, sample, rng) for image, box in zip(seen.images, seen.boxes)]
-    return None if any(image is None for image in shown) else replace(seen, images=shown)
+def retell(
+    policy: Policy, cases: list[tuple[Trajectory, int]], name: str, rules: Rules, seed: int
+) -> list[Trajectory]:
+    """Each trajectory played on from its i-th action, with a lie for all that tools show since."""
+    copies, live, weak = [up_to(policy, *case) for case in cases], {}, rules.allow_weak_sandbox
 
+    def restore(sandbox: Sandbox, copy: Trajectory) -> None:  # later code may need its variables
+        for step in copy.steps:
+            sandbox.run(step.code)
 
-class Liar:
-    """A sandbox whose code lives in the true world; only what it shows is changed."""
+    def liar(sandbox: Sandbox, image: Image.Image, rng: Random) -> SimpleNamespace:
+        run = lambda code: lie(name, sandbox.run(code), image, rng)  # noqa: E731
+        return SimpleNamespace(run=run, close=sandbox.close)
 
-    def __init__(self, name: str, sample: Sample, rules: Rules, seed: int) -> None:
-        self.name, self.sample, self.rng = name, sample, Random(f"{seed} {name} {sample.id}")
-        self.sandbox = Sandbox(sample.image, rules.limits, rules.allow_weak_sandbox)
-        self.close, self.asked, self.possible = self.sandbox.close, Counter(), True
-
-    def run(self, code: str) -> Observation:
-        seen = self.sandbox.run(code)
-        self.asked[action(code, seen)] += 1
-        return self.tell(seen)
-
-    def tell(self, seen: Observation) -> Observation:
-        told = lie(self.name, seen, self.sample, self.rng)
-        self.possible &= told is not None  # if not, the trajectory is left out at the end
-        return Observation() if told is None else told
-
-
-def action(code: str, seen: Observation) -> tuple:
-    """An action as the study compares it: the boxes it looked at, else its code."""
-    return tuple(seen.boxes) if any(seen.boxes) else tuple(code.split())
+    with ExitStack() as stack, ThreadPoolExecutor(rules.sandboxes) as pool:
+        boxes = [Sandbox(t.sample.image, rules.limits, weak) for t in copies]
+        for sandbox in boxes:
+            stack.callback(sandbox.close)
+        list(pool.map(restore, boxes, copies))
+        for copy, sandbox, (t, i) in zip(copies, boxes, cases):
+            image, rng = t.sample.image, Random(f"{seed} {name} {t.sample.id}")
+            told = lie(name, t.steps[i].observation, image, rng)
+            if listen(policy, copy, told, policy.pictures(told.images), rules):
+                live[id(copy)] = liar(sandbox, image, rng)
+        if live:
+            play_on(policy, [copy for copy in copies if id(copy) in live], live, rules)
+    return copies
 
 
 def thoughts(steps: Sequence[Step]) -> list[str]:
-    """The words of some turns without code, answer, tags, case and white space."""
+    """The words of some turns, without code, answer, tags, case and white space."""
     hidden = r"(?s)<code>.*?(?:</code>|$)|<answer>.*?(?:</answer>|$)|</?think>"
     return " ".join(re.sub(hidden, " ", step.text) for step in steps).casefold().split()
 
 
-def right_answer(t: Trajectory) -> bool:
+def actions(steps: Sequence[Step]) -> Counter:
+    """The boxes that code looked at, or the code itself if it is no crop: a multiset."""
+    acted = [step for step in steps if step.observation]
+    return Counter(str(s.observation.boxes if any(s.observation.boxes) else s.code.split())
+                   for s in acted)  # fmt: skip
+
+
+def is_right(t: Trajectory) -> bool:
     return t.ended == "answered" and is_correct(t.answer, t.sample)
-
-
-def up_to(policy: Policy, t: Trajectory, i: int) -> Trajectory:
-    """A copy that ends with the i-th action, before anything of its outcome is told."""
-    seen = [image for step in t.steps[:i] for image in step.observation.images]
-    pictures = t.images[: t.prompt_images + len(seen)]
-    pictures = pictures or policy.pictures([t.sample.image, *seen])  # read from a file: without
-    steps, end = [replace(step) for step in t.steps[: i + 1]], t.steps[i].end
-    steps[-1].observation = None
-    return Trajectory(
-        t.sample, t.ids[:end], t.acted[:end], pictures, steps, t.prompt, t.prompt_images
-    )
-
-
-def told_lies(
-    policy: Policy, cases: list[tuple[Trajectory, int]], name: str, rules: Rules, seed: int
-) -> list[tuple[Trajectory, Liar]]:
-    """Each trajectory once more from its i-th action on, with every picture since then changed."""
-    copies = [up_to(policy, t, i) for t, i in cases]
-    liars = [Liar(name, t.sample, rules, seed) for t, _ in cases]
-
-    def restore(liar: Liar, copy: Trajectory) -> None:  # later code may need earlier variables
-        for step in copy.steps:
-            liar.sandbox.run(step.code)
-
-    try:
-        with ThreadPoolExecutor(rules.sandboxes) as pool:
-            list(pool.map(restore, liars, copies))
-        live = {}
-        for copy, liar, (t, i) in zip(copies, liars, cases):
-            told = liar.tell(t.steps[i].observation)
-            if listen(policy, copy, told, policy.pictures(told.images), rules):
-                live[id(copy)] = copy, liar
-        if live:
-            sandboxes = {key: liar for key, (_, liar) in live.items()}
-            play_on(policy, [copy for copy, _ in live.values()], sandboxes, rules)
-    finally:
-        for liar in liars:
-            liar.close()
-    return list(zip(copies, liars))
-
-
-Study = dict[str, dict[str, dict[str, Rate]]]  # source of the questions -> lie -> rates
 
 
 def perturb(
     policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
     names: Sequence[str] = PERTURBATIONS, seed: int = 0,
-    right: Callable[[Trajectory], bool] = right_answer, draws: int = 1000,
-) -> Study:  # fmt: skip
-    """Table 6: search questions on which a tool showed a picture, played again greedily from the
-    first picture on, under each lie. What changed, and what became of accuracy? Change alone is no
-    proof of use: accuracy after a hit should fall, accuracy after a miss has little to lose.
+    right: Callable[[Trajectory], bool] = is_right, draws: int = DRAWS,
+) -> dict[str, dict[str, dict[str, Rate]]]:  # fmt: skip
+    """Table 6: the search questions on which a tool showed a picture, played again greedily from
+    the first picture on, under each lie. {source of the questions: {lie: {measure: Rate}}}.
 
-    trajectories: greedy, under the same rules. Where a lie cannot be told (no room for another
-    crop beside this one; no box) a trajectory is left out of that lie and counted: `possible`.
+    How many change their later thoughts, actions and answer, and what becomes of accuracy, which is
+    the test: noise changes much without having been used. Where the crop was a hit and cannot be
+    guessed around, accuracy should fall; after a miss there is little to lose.
+
+    trajectories: greedy ones, under the same rules. One of which a lie cannot be told (no box, or
+    no room beside it) leaves that lie, and its clean accuracy too: see `possible`.
     """
     if unknown := set(names) - set(PERTURBATIONS):
-        raise ValueError(
-            f"expected perturbations out of {', '.join(PERTURBATIONS)}; got {', '.join(unknown)}"
-        )
+        known = ", ".join(PERTURBATIONS)
+        raise ValueError(f"expected perturbations out of {known}; got {', '.join(sorted(unknown))}")
     if rules.temperature:
-        raise ValueError("perturbations compare greedy plays: expected temperature 0, got "
-                         f"{rules.temperature:g}")  # fmt: skip
-    cases = []
-    for t, reward in zip(trajectories, rewards, strict=True):
+        raise ValueError(f"perturbed plays are greedy, got temperature {rules.temperature:g}")
+    cases, units = [], defaultdict(lambda: defaultdict(list))
+    for k, (t, reward) in enumerate(zip(trajectories, rewards, strict=True)):
         shown = [i for i, s in enumerate(t.steps) if s.observation and s.observation.images]
         if shown and t.sample.kind == "search":
-            cases.append((t, shown[0], finding(t, reward)))
-    wave = max(1, min(64, rows_that_fit(policy, rules)))
-    study: Study = {}
-    units = defaultdict(list)
-    for name in names:
-        for k in range(0, len(cases), wave):
-            batch = [(t, i) for t, i, _ in cases[k : k + wave]]
-            played = told_lies(policy, batch, name, rules, seed)
-            for (t, i, found), (copy, liar) in zip(cases[k : k + wave], played):
-                effect = effect_of(t, i, found, copy, liar, right)
-                for source in ("all", t.sample.source):
-                    units[source, name].append((effect, found.cluster))
-    for (source, name), effects in units.items():
-        rates = add_up(*zip(*effects), draws, seed)
-        study.setdefault(source, {})[name] = rates
-    if len(study) == 2:
-        del study["all"]
-    return study
+            cases.append((k, shown[0], finding(t, reward)))
+    for wave in waves(policy, cases, rules):
+        played = [(trajectories[k], i) for k, i, _ in wave]  # read now: images may be large
+        for name in names:
+            lied_to = retell(policy, played, name, rules, seed)
+            for (t, i), copy, (_, _, found) in zip(played, lied_to, wave):
+                unit = (changes(t, copy, i, found, right(copy)), found.cluster)
+                for source in ("all", "/".join(t.sample.source.split("/")[:2])):
+                    units[source][name].append(unit)
+    if len(units) == 2:
+        del units["all"]
+    return {source: {name: add_up(*zip(*pairs), draws, seed) for name, pairs in lies.items()}
+            for source, lies in units.items()}  # fmt: skip
 
 
-def effect_of(
-    t: Trajectory, i: int, found: Finding, copy: Trajectory, liar: Liar, right: Callable
-) -> Parts:
-    later, told = t.steps[i + 1 :], copy.steps[i + 1 :]
-    before = Counter(action(s.code, s.observation) for s in later if s.observation)
-    ok, hit = liar.possible, found.has_verdict and faithful(found) > 0
-    miss, now = found.has_verdict and not hit, right(copy)
+def waves(policy: Policy, cases: Sequence, rules: Rules) -> Iterator[Sequence]:
+    size = max(1, min(64, rows_that_fit(policy, rules)))
+    return (cases[k : k + size] for k in range(0, len(cases), size))
+
+
+def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool) -> Parts:
+    before, after = t.steps[i + 1 :], copy.steps[i + 1 :]
+    possible = not any(s.observation and s.observation.environment for s in copy.steps[i:])
+    hit, miss = (found.has_verdict and faithful(found) == x for x in (1, 0))
+    words = [(answer or "").casefold().split() for answer in (t.answer, copy.answer)]
 
     def of(value: bool, among: bool = True) -> tuple[float, float]:
-        return (float(value), 1.0) if ok and among else (0.0, 0.0)
+        return (float(value), 1.0) if possible and among else (0.0, 0.0)
 
     return {
-        "possible": (float(ok), 1.0),
-        "thoughts": of(thoughts(later) != thoughts(told)),
-        "actions": of(before != liar.asked),
-        "answers": of((t.answer or "").casefold().split() != (copy.answer or "").casefold().split()),
-        "accuracy": of(now), "clean": of(found.correct),
-        "accuracy_hit": of(now, hit), "clean_hit": of(found.correct, hit),
-        "accuracy_miss": of(now, miss), "clean_miss": of(found.correct, miss),
+        "possible": (float(possible), 1.0),
+        "thoughts": of(thoughts(before) != thoughts(after)),
+        "actions": of(actions(before) != actions(after)),
+        "answers": of(words[0] != words[1]),
+        "accuracy": of(right), "clean": of(found.correct),
+        "accuracy_hit": of(right, hit), "clean_hit": of(found.correct, hit),
+        "accuracy_miss": of(right, miss), "clean_miss": of(found.correct, miss),
     }  # fmt: skip
 
 
-def study_table(study: Study) -> str:
-    """Table 6 in plain text: % that changed, then accuracy (and the same trajectories' own)."""
-    head = ["", "n", "thoughts", "actions", "answers", "accuracy (clean)", "95 %",
-            "after a hit (clean)", "after a miss (clean)"]  # fmt: skip
-    rows = [head]
+def study_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
+    """Table 6 as plain text, in %. possible: of how many trajectories the lie could be told."""
+
+    def cell(rate: Rate) -> str:
+        return "-" if rate.value is None else f"{100 * rate.value:.1f}"
+
+    if not study:
+        return "no tool showed a picture on any search question: there is nothing to perturb"
+    rows = [("", "possible", "thoughts", "actions", "answers", "accuracy", "clean",
+             "after a hit", "clean", "after a miss", "clean")]  # fmt: skip
     for source, lies in study.items():
-        rows.append([source, *[""] * 8])
-        for name, r in lies.items():
-            changed = [percent(r[key]) for key in ("thoughts", "actions", "answers")]
-            pairs = [f"{percent(r['accuracy' + x])} ({percent(r['clean' + x])})"
-                     for x in ("", "_hit", "_miss")]  # fmt: skip
-            low, high = r["accuracy"].interval or (None, None)
-            ends = "" if low is None else f"{100 * low:.1f} to {100 * high:.1f}"
-            n = f"{r['possible'].numerator:g}/{r['possible'].denominator:g}"
-            rows.append([f"  {name}", n, *changed, pairs[0], ends, *pairs[1:]])
-    return columns(rows)
-
-
-def percent(rate: Rate) -> str:
-    return "-" if rate.value is None else f"{100 * rate.value:.1f}"
+        rows.append((source, *[""] * 10))
+        for name, (possible, *shares) in ((name, r.values()) for name, r in lies.items()):
+            n = f"{possible.numerator:g}/{possible.denominator:g}"
+            rows.append((f"  {name}", n, *map(cell, shares)))
+    return grid(rows)
 
 
 # Needed, and used (ours)
 
 
-class NoTools:
-    """A sandbox that refuses."""
-
-    def run(self, code: str) -> Observation:
-        return Observation(blocked=True, error="there are no tools")
-
-    def close(self) -> None:
-        pass
-
-
 def answer_now(policy: Policy, t: Trajectory, i: int) -> Trajectory:
-    """A copy in which the i-th turn keeps its thought, but must answer where its code began."""
+    """A copy that keeps the thought of its i-th turn, and must answer where the code began."""
     copy, words = up_to(policy, t, i), t.steps[i].text.split("<code>")[0]
-    words += "</think>" * (words.count("<think>") > words.count("</think>")) + "<answer>"
-    start = t.steps[i].start
-    del copy.ids[start:], copy.acted[start:], copy.steps[i:]
+    words += "</think>" * (words.count("<think>") - words.count("</think>")) + "<answer>"
+    del copy.ids[t.steps[i].start :], copy.acted[t.steps[i].start :], copy.steps[i:]
     copy.observe(policy.encode(words, []))
     return copy
 
 
 def without_tools(
     policy: Policy, trajectories: Sequence[Trajectory], rules: Rules
-) -> list[Trajectory]:
-    """The same policy and the same first thought, but where the first code would begin, it has to
-    answer. Trajectories that used no tool are returned as they are."""
-    wave = max(1, rows_that_fit(policy, rules))
-    direct = [answer_now(policy, t, 0) if t.tool_steps else t for t in trajectories]
-    cut = [d for d, t in zip(direct, trajectories) if d is not t]
-    for k in range(0, len(cut), wave):
-        batch = cut[k : k + wave]
-        once = replace(rules, turns=1, temperature=0.0)
-        play_on(policy, batch, {id(t): NoTools() for t in batch}, once)
-    for t in cut:
-        answer, tag, _ = t.steps[-1].text.partition("</answer>")
-        t.answer, t.ended = (answer.strip(), "answered") if tag else (None, "length")
-    return direct
+) -> Iterator[Trajectory]:
+    """The same policy and the same first thought, but where its first code would begin it has to
+    answer. Trajectories without code come back as they are."""
+    refusing = SimpleNamespace(run=lambda code: Observation(error="no tools"), close=lambda: None)
+    once = replace(rules, turns=1, temperature=0.0)
+    for wave in waves(policy, range(len(trajectories)), rules):
+        played = [trajectories[k] for k in wave]
+        direct = [answer_now(policy, t, 0) if t.tool_steps else t for t in played]
+        cut = [d for d, t in zip(direct, played) if d is not t]
+        if cut:
+            play_on(policy, cut, {id(t): refusing for t in cut}, once)
+        for t in cut:
+            answer, closed, _ = t.steps[-1].text.partition("</answer>")
+            t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")
+        yield from direct
 
 
 def ablation(
-    trajectories: Sequence[Trajectory], direct: Sequence[Trajectory],
-    right: Callable[[Trajectory], bool] = right_answer, draws: int = 1000,
+    trajectories: Iterable[Trajectory], direct: Iterable[Trajectory],
+    right: Callable[[Trajectory], bool] = is_right, draws: int = DRAWS,
 ) -> dict[str, Rate]:  # fmt: skip
-    """Is the tool worth it? The same questions with tools and without, and what each alone solves."""
+    """Is the tool worth it? Search questions with tools and without (`direct`, from without_tools),
+    what only one way solves."""
     units = []
     for t, d in zip(trajectories, direct, strict=True):
-        a, b = right(t), right(d)
-        units.append({"with tools": (a, 1), "without tools": (b, 1), "only with": (a and not b, 1),
-                      "only without": (b and not a, 1)})  # fmt: skip
-    return add_up(units, [t.sample.id for t in trajectories], draws)
+        if t.sample.kind == "search":
+            a, b = right(t), right(d)
+            unit = {"with tools": (a, 1), "without tools": (b, 1), "solved only with": (a > b, 1),
+                    "solved only without": (a < b, 1)}  # fmt: skip
+            units.append((unit, question_of(t.sample)))
+    return add_up(*zip(*units), draws) if units else {}
 
 
 @torch.no_grad()
 def evidence(
     policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
-    crops: int = 4, margin: float = 0.1, seed: int = 0, draws: int = 1000,
+    crops: int = 4, margin: float = 0.1, seed: int = 0, draws: int = DRAWS,
 ) -> dict[str, Rate]:  # fmt: skip
-    """What each call was worth, in nats of log pi(reference answer), the history held fixed:
+    """What the calls on search questions were worth, in nats of log pi(reference answer):
 
     evidence value   after what the tool showed, less the mean after random crops of the same size
     decision value   after what the tool showed, less where the call began: had it answered there
 
-    A call is used if the first exceeds `margin`, needed if the second does. The answer is put in
-    the policy's mouth at once, without a further thought, which might give the crop's reading
-    away. Calls without a picture, without a box for each or without room for others are left out.
+    A call is used if the first exceeds `margin`, needed if the second does. The history is fixed,
+    and the answer follows at once: a further thought might give away what the crop showed. Calls
+    without a box for each picture, or without room for another, are not measured.
     """
     units, clusters = [], []
     for t, reward in zip(trajectories, rewards, strict=True):
-        rng, scores = Random(f"{seed} {t.sample.id}"), iter(reward.steps)
-        for i, step in enumerate(t.steps):
-            score = None if step.observation is None else next(scores)
-            if step.observation is None or t.sample.kind != "search":
+        rng = Random(f"{seed} {t.sample.id}")
+        calls = [i for i, step in enumerate(t.steps) if step.observation]
+        for i, score in zip(calls, reward.steps, strict=True):
+            if t.sample.kind != "search":
                 continue
-            seen = step.observation
-            others = [lie("random", seen, t.sample, rng) for _ in range(crops)]
-            measured = bool(seen.images) and None not in others
-            gain = used = decision = 0.0
+            seen, gain, decision = t.steps[i].observation, 0.0, 0.0
+            others = [lie("random", seen, t.sample.image, rng) for _ in range(crops)]
+            measured = bool(seen.images) and not any(o.environment for o in (seen, *others))
             if measured:
                 real, *rest, direct = answer_log_probs(policy, t, i, [seen, *others], rules)
                 gain, decision = real - fmean(rest), real - direct
+            hit = measured and (score or 0) >= 1
+            miss = measured and score is not None and not hit
             used, needed = gain > margin, decision > margin
-            hit = measured and score is not None and score >= 1
-            miss = measured and score is not None and score < 1
             units.append({
-                "calls measured": (measured, 1),
-                "evidence value": (gain, measured),
-                "evidence value of hits": (gain * hit, hit),
-                "evidence value of misses": (gain * miss, miss),
-                "decision value": (decision, measured),
-                "used": (used, measured),
-                "needed": (needed, measured),
+                "measured": (measured, 1),
+                "evidence value": (gain, measured), "decision value": (decision, measured),
+                "evidence value of a hit": (gain * hit, hit),
+                "evidence value of a miss": (gain * miss, miss),
+                "used": (used, measured), "needed": (needed, measured),
                 "needed and used": (used and needed, measured),
             })  # fmt: skip
-            clusters.append(t.sample.id)
+            clusters.append(question_of(t.sample))
     return add_up(units, clusters, draws, seed)
 
 
 def answer_log_probs(
     policy: Policy, t: Trajectory, i: int, shown: list[Observation], rules: Rules
 ) -> list[float]:
-    """log pi(reference answer): after the i-th action and each of `shown`, then without the call.
-    One history, several futures: the row of grpo.py, so the score is the one stage 2 learns by."""
-    reply = policy.encode(policy.neutralise(t.sample.answer) + "</answer>", []).ids
-    base = up_to(policy, t, i)
-    closed, branches = base.ids[-1] == policy.end_id, []
+    """log pi(reference answer) after the i-th action and each of `shown`, then without the call.
+    One history, several futures: a row of grpo.py, scored as stage 2 learns."""
+    base, branches = up_to(policy, t, i), []
     for seen in shown:
-        branch = begin(t.sample, Encoded(base.ids, base.images))
-        pictures = policy.pictures(seen.images)
+        branch = begin(t.sample, Encoded(base.ids[:], base.images[:]))
+        closed, pictures = base.ids[-1] == policy.end_id, policy.pictures(seen.images)
         branch.observe(policy.encode_observation(seen, pictures, closed, rules.max_log_chars))
         branch.observe(policy.encode("<answer>", []))
         branches.append(branch)
     branches.append(answer_now(policy, t, i))
     for branch in branches:
-        branch.act(reply)
-    indexed = list(enumerate(branches))
-    rows = [*group_rows(policy, indexed[:-1], rules.max_length), group_row(policy, indexed[-1:])]
-    logp, owner = log_probs(policy, rows)
-    return torch.zeros(len(branches)).index_add(0, owner.cpu(), logp.float().cpu()).tolist()
+        branch.act(policy.encode(policy.neutralise(t.sample.answer) + "</answer>", []).ids)
+    *after, direct = enumerate(branches)
+    scores = torch.zeros(len(branches))
+    for row in (*group_rows(policy, after, Objective.row_tokens), group_row(policy, [direct])):
+        logp, owner = log_probs(policy, [row])
+        scores.index_add_(0, owner.cpu(), logp.float().cpu())
+    return scores.tolist()
+
+
+# Trajectories of other agents
+
+FIELDS = {"question": str, "image": str, "answer": (str, type(None)), "correct": bool,
+          "steps": list, "targets": list, "kind": str, "text": str, "id": str}  # fmt: skip
+STEP = {"box": list, "image": str, "text": str, "code": str, "error": (str, type(None)),
+        "score": (int, float, type(None))}  # fmt: skip
+HALF = BoxJudge(visible=0.5, focus=(0.0, 0.0))  # half of a target in view, however large the crop
+
+
+def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
+    """One after the other: pictures may be large. The head of this file has the schema."""
+    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        try:
+            if text.strip():
+                yield from_line(json.loads(text), path.parent, judge, f"line {number}")
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a trajectory as described at the head of "
+                f"faithfulness.py, but {error}"
+            ) from error
+
+
+def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajectory, Reward]:
+    check(line, FIELDS, [*FIELDS][:5], "the line")
+    image, kind = upright_rgb(Image.open(folder / line["image"])), line.get("kind", "search")
+    boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
+    sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
+    steps, scores = [], []
+    for number, step in enumerate(line["steps"], start=1):
+        check(step, STEP, [], f"step {number}")
+        error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
+        seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
+        if box or "image" in step:
+            picture = Image.open(folder / step["image"]) if "image" in step else image.crop(box)
+            seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
+        blind = seen.boxes == [None] and isinstance(judge, BoxJudge)  # it sees boxes, no pictures
+        own = None if blind else step_score(sample, seen, judge)
+        scores.append(step.get("score", own))
+        if not -1 <= (scores[-1] or 0) <= 1:
+            raise ValueError(f"step {number} has score {scores[-1]}: expected one from 0 to 1")
+        steps.append(Step(step.get("text", ""), step.get("code", ""), seen, 0, 0))
+    steps.append(Step(line.get("text", ""), None, None, 0, 0))
+    trajectory = Trajectory(sample, steps=steps, answer=line["answer"], ended="answered")
+    return trajectory, Reward(float(line["correct"]), None, 0.0, tuple(scores), None)
+
+
+def check(found: object, types: dict, must: list[str], what: str) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is {found!r:.60}, no object")
+    if missing := [key for key in must if key not in found]:
+        raise ValueError(f"{what} has no {', '.join(missing)}")
+    for key, value in found.items():
+        if key not in types:
+            raise ValueError(f"{what} has {key!r}; known are {', '.join(types)}")
+        if not isinstance(value, types[key]):
+            raise ValueError(f"{what} has {key} {value!r:.60}, which is of another type")
+
+
+def box_in(image: Image.Image, box: object) -> Box:
+    """Rounded outwards and cut at the border of the image."""
+    numbers = isinstance(box, list) and [v for v in box if isinstance(v, (int, float))]
+    if not numbers or len(numbers) != 4 or len(box) != 4:
+        raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
+    (x0, y0), (x1, y1) = map(math.floor, numbers[:2]), map(math.ceil, numbers[2:])
+    cut = max(x0, 0), max(y0, 0), min(x1, image.width), min(y1, image.height)
+    if cut[0] >= cut[2] or cut[1] >= cut[3]:
+        raise ValueError(f"box {box} has no pixel of an image of {image.width}x{image.height}")
+    return cut
 
 
 def demo() -> str:
@@ -733,15 +735,44 @@ def demo() -> str:
         "no search needed": hand_made(direct, answer="red"),
     }
     rewards = tapo(list(cases.values()), BoxJudge(), Weights(), Random(0))
-    findings = [finding(t, r) for t, r in zip(cases.values(), rewards)]
+    findings = [finding(t, r, name) for (name, t), r in zip(cases.items(), rewards)]
     lines = [
         f"{name:34}{'correct' if f.correct else 'wrong':9}step scores {list(r.steps)}"
         for name, f, r in zip(cases, findings, rewards)
     ]
-    lines += ["", *(f"{name:34}{rate}" for name, rate in count(findings).items()), ""]
-    lines += [f"{answer:34}{row}" for answer, row in cross_table(findings).items()]
+    lines += ["", listing(count(findings, draws=DRAWS)), ""]
+    lines += [cross_listing(findings)]
     return "\n".join(lines)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Rates of recorded trajectories; without a file, of a few hand-made ones."
+    )
+    parser.add_argument("file", nargs="?", type=Path, help="trajectories.jsonl, or any agent's")
+    parser.add_argument(
+        "--aggregate", choices=AGGREGATES, default="any", help="of several pictures"
+    )
+    args = parser.parse_args()
+    if args.file is None:
+        return print(demo())
+    try:
+        pairs = read_foreign(args.file)
+        with open(args.file, encoding="utf-8") as file:
+            if file.read(12).startswith('{"sample":'):  # of our own making
+                from evaluate import read_trajectories  # not above: it imports us
+
+                pairs = zip(*read_trajectories(args.file))
+        units = [(finding(*pair), use_of(pair[0])) for pair in pairs]
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if not units:
+        parser.error(f"{args.file} is empty: expected at least one trajectory")
+    findings, uses = zip(*units)
+    print(listing(count(findings, args.aggregate, DRAWS)), "")
+    print(cross_listing(findings, args.aggregate), "")
+    print(listing(add_up(uses, [f.cluster for f in findings], DRAWS)))
+
+
 if __name__ == "__main__":
-    print(demo())
+    main()
