@@ -113,7 +113,7 @@ TABLE = [
     ("5 cm", "50 mm", False),
     ("30", "30°", True),
     ("-0.5", "-1/2", True),
-    ("2", "2 × 10^0", False),
+    ("2", "2 × 10^0", True),
     ("red", "blue, red", False),
     ("red", "the answer is red", True),
     ("red", "The answer is not red", False),

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-import rewards
 from data import CELL, GRID, Sample, draw_scene, search_sample
 from rewards import (
     REWARDS,
@@ -114,9 +113,10 @@ def test_an_answer_may_have_a_thousand_characters():
 
 def test_no_judge_can_see_thoughts_code_or_the_reference_answer():
     assert [f.name for f in fields(JudgeRequest)] == [
-        "question", "image_size", "targets", "images", "boxes", "sources", "text"
+        "question", "image_size", "targets", "images", "boxes", "sources", "text",
+        "original", "options",
     ]  # fmt: skip
-    sample = replace(SEARCH, id="SECRET", answer="SECRET", options=("SECRET", "b"), source="SECRET")
+    sample = replace(SEARCH, id="SECRET", answer="SECRET", source="SECRET")
     seen = replace(GOOD, text="a log", notes=["SECRET"])
     thought = Step("<think>SECRET</think><code>SECRET</code>", "SECRET", seen, 0, 0)
     requests = []
@@ -449,12 +449,6 @@ def test_the_log_line_by_hand():
             "environment": 0,
         }
     )
-
-
-def test_the_demonstration_shows_every_reward():
-    text = rewards.demo()
-    assert all(name in text for name in REWARDS)
-    assert "right crop" in text and "steps: 1 -1 -1 -1 -1" in text
 
 
 # What other papers pay for. Every number below is worked out by hand from the formula.
