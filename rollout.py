@@ -25,6 +25,7 @@ Shapes      B rows in play   L slots so far, padding and cut tails included   P 
 from __future__ import annotations
 
 import os
+import random
 import re
 import time
 from collections import Counter
@@ -39,9 +40,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
+    PretrainedConfig,
+    LogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -98,6 +102,7 @@ class Trajectory:
     prompt_images: int = 0  # images[:prompt_images] stand in it
     answer: str | None = None
     ended: str = ""  # "answered", "turns", "length" or "no_action"
+    dice: str = ""  # what its sampling is drawn from
 
     def act(self, ids: list[int]) -> None:
         self.ids += ids
@@ -140,9 +145,11 @@ class Policy:
     def __init__(self, model: nn.Module, tokenizer, image_processor) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
         vocabulary, V = tokenizer.get_vocab(), model.config.text_config.vocab_size
-        for token in ("<|im_end|>", "<|image_pad|>"):
+        for token in ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>"):
             if token not in vocabulary:
                 raise ValueError(f"expected a Qwen2.5-VL tokenizer; this one has no {token}")
+        if (pad := vocabulary["<|image_pad|>"]) != (own := model.config.image_token_id):
+            raise ValueError(f"<|image_pad|> is token {pad}, but the model's is {own}: not a pair")
         self.image_id, self.end_id = vocabulary["<|image_pad|>"], vocabulary["<|im_end|>"]
         self.pad_id = tokenizer.pad_token_id
         # Tokens that would forge a turn or an image, and rows of the embedding that are no token.
@@ -171,13 +178,18 @@ class Policy:
         return self._reserved.sub(lambda match: "‹" + match[0][1:], text)
 
     def pictures(self, images: list[Image.Image]) -> list[Picture]:
-        """The pixel budget is the image processor's: one place, for acting and for learning."""
+        """The pixel budget is the image processor's: one place, for acting, learning, lengths."""
         if not images:
             return []
         batch = self.image_processor(images=images, return_tensors="pt")
         grids = batch["image_grid_thw"]
         pixels = batch["pixel_values"].split(grids.prod(-1).tolist())
         return [Picture(p, g) for p, g in zip(pixels, grids)]
+
+    def outline(self, image: Image.Image) -> Picture:
+        """A picture without its pixels: enough to count tokens, and a thousand times faster."""
+        patches = self.image_processor.get_number_of_image_patches(image.height, image.width)
+        return Picture(torch.empty(0), torch.tensor([1, 1, patches]))
 
     def encode(self, text: str, pictures: list[Picture]) -> Encoded:
         """Tokens of trusted text; its i-th <|image_pad|> becomes as many pads as picture i has
@@ -189,11 +201,13 @@ class Policy:
         text = "".join(part + pad for part, pad in zip(parts, pads))
         return Encoded(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures)
 
-    def encode_prompt(self, sample: Sample) -> Encoded:
+    def encode_prompt(self, sample: Sample, pixels: bool = True) -> Encoded:
+        """x of Eq. 2. Without pixels, only its ids are of use."""
         text = self.tokenizer.apply_chat_template(
             messages(sample, self.neutralise), tokenize=False, add_generation_prompt=True
         )
-        return self.encode(text, self.pictures([sample.image]))
+        picture = self.pictures([sample.image]) if pixels else [self.outline(sample.image)]
+        return self.encode(text, picture)
 
     def encode_observation(
         self, seen: Observation, pictures: list[Picture], closed: bool, limit: int
@@ -247,19 +261,65 @@ def check_checkpoint(name: str | Path) -> None:
         )
 
 
-def load_policy(name: str | Path, device: str | torch.device = "cpu") -> Policy:
-    """A folder or a hub name -> Policy in fp32. The tiny model and the 7B take the same path."""
+def load_policy(
+    name: str | Path, device: str | torch.device = "cpu", max_pixels: int | None = None,
+    weights: bool = True,
+) -> Policy:  # fmt: skip
+    """A folder or a hub name -> Policy. The tiny model and the 7B take the same path.
+
+    Weights are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
+    the budget of one image, prompt or observation; None keeps the checkpoint's own. It is set in
+    the image processor, which is saved with every export, and nowhere else. weights=False gives
+    the architecture alone, on the meta device: enough to count tokens and parameters.
+    """
     check_checkpoint(name)
     try:
-        model = Model.from_pretrained(name, dtype=torch.float32, attn_implementation="sdpa")
+        kind = PretrainedConfig.get_config_dict(name)[0].get("model_type")
+        if kind != "qwen2_5_vl":
+            raise ValueError(
+                f"{name} is a {kind!r} model, but the prompt, the vision tokens and the positions "
+                f"here are Qwen2.5-VL's: expected a checkpoint of type 'qwen2_5_vl'"
+            )
+        if weights:
+            model, loading = Model.from_pretrained(
+                name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+            )
+            if missing := sorted(loading["missing_keys"]):
+                raise ValueError(f"{name} lacks {len(missing)} weights, such as {missing[0]}")
+        else:
+            with torch.device(device := "meta"):
+                model = Model(AutoConfig.from_pretrained(name))
         tokenizer = AutoTokenizer.from_pretrained(name)
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
     except OSError as error:
+        place = (
+            "the folder lacks a file of" if Path(name).is_dir() else "no folder, and no reach to"
+        )
         raise FileNotFoundError(
-            f"no model {str(name)!r}: it is neither a local checkpoint folder nor a hub name that "
-            f"can be reached from here. Give --model a folder, or check the name and the network."
+            f"no model {str(name)!r}: {place} a Qwen2.5-VL checkpoint of that name "
+            f"({str(error).splitlines()[0]}). Give --model a complete checkpoint folder, or check "
+            f"the hub name, the network and the licence"
         ) from error
+    if max_pixels is not None:
+        set_budget(image_processor, max_pixels)
     return Policy(model.to(device).eval(), tokenizer, image_processor)
+
+
+def set_budget(image_processor: Qwen2VLImageProcessorPil, max_pixels: int) -> None:
+    token = (image_processor.patch_size * image_processor.merge_size) ** 2  # pixels
+    if max_pixels < token:
+        raise ValueError(
+            f"--max-pixels {max_pixels} is less than one visual token, which takes {token} pixels"
+        )
+    least = min(image_processor.size["shortest_edge"], max_pixels)  # areas, despite their names
+    image_processor.size = {"shortest_edge": least, "longest_edge": max_pixels}
+
+
+def freeze_vision(policy: Policy) -> None:
+    """The vision tower keeps its weights, the projector to the text model included (Thyme freezes
+    the tower; that the projector goes with it is our reading). It gets no gradient and no
+    optimiser state. Call it before the optimiser is made."""
+    policy.model.model.visual.requires_grad_(False)
 
 
 class EndOfTurn(StoppingCriteria):
@@ -278,6 +338,32 @@ class EndOfTurn(StoppingCriteria):
             text = self.policy.tokenizer.decode(newest)
             done[row] = "</code>" in text or "</answer>" in text
         return done
+
+
+class Dice(LogitsProcessor):
+    """Sampling that depends on the trajectory alone. The sampler of `generate` draws for a whole
+    batch, so that a row's luck would hang on which rows it happens to sit with: on the size of a
+    wave, on the number of processes, on whose program was slow. Here turn t of a trajectory draws
+    from (its dice, t): token number i is the first whose cumulated probability exceeds the i-th
+    draw. Every other score becomes 0, and generate takes the highest."""
+
+    def __init__(self, table: Table, rules: Rules) -> None:
+        self.start, self.temperature = table.ids.shape[1], rules.temperature
+        draws = [torch.rand(rules.max_new_tokens, generator=generator(f"{t.dice} {len(t.steps)}"))
+                 for t in table.live]  # fmt: skip
+        self.draws = torch.stack(draws).to(table.ids.device)  # [B, max_new_tokens]
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # scores [B, V]
+        p = (scores / self.temperature).softmax(-1, dtype=torch.float64)
+        reached = p.cumsum(-1)
+        # (A draw is at most 1 - 2^-24: far enough from 1 for the rounding of a float64 sum.)
+        beyond = reached > self.draws[:, ids.shape[1] - self.start, None] * reached[:, -1:]
+        return (beyond & (p > 0)).float()  # argmax: the first of the 1s
+
+
+def generator(seed: str) -> torch.Generator:
+    """The same stream on every machine, process and device."""
+    return torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
 
 
 def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -341,11 +427,13 @@ def play(
 ) -> list[list[Trajectory]]:  # fmt: skip
     """Eq. 2: `rollouts` trajectories of every sample, one group per sample, in order.
 
-    Sampling draws from torch's global generator; seed it to repeat a run. `tally` collects what
-    it cost: tokens prefilled and generated, images encoded, seconds of each.
+    Sampling takes one number from torch's global generator; seed that to repeat a run. From there
+    on the k-th rollout of a sample draws by its id and k, wherever and beside whom it is played.
+    `tally` collects what it cost: tokens prefilled and generated, images encoded, seconds of each.
     """
     tally = Counter() if tally is None else tally
     groups: list[list[Trajectory]] = []
+    seed = torch.randint(2**62, ()).item()
     fit = rows_that_fit(policy, rules)
     if fit < rollouts:
         raise ValueError(
@@ -356,7 +444,8 @@ def play(
     confine = (rules.limits, rules.allow_weak_sandbox)
     with ThreadPoolExecutor(rules.sandboxes) as pool:
         for i in range(0, len(samples), per_wave):
-            table, wave = _deal(policy, samples[i : i + per_wave], rollouts, rules, tally)
+            part = samples[i : i + per_wave]
+            table, wave = _deal(policy, part, rollouts, seed, rules, tally)
             sandboxes = {id(t): Sandbox(t.sample.image, *confine) for t in table.live}
             try:
                 _play_wave(policy, table, sandboxes, rules, pool, tally)
@@ -436,7 +525,7 @@ def _play_wave(
 
 
 def _deal(
-    policy: Policy, samples: list[Sample], rollouts: int, rules: Rules, tally: Counter
+    policy: Policy, samples: list[Sample], rollouts: int, seed: int, rules: Rules, tally: Counter
 ) -> tuple[Table, list[list[Trajectory]]]:
     """The table before the first turn: every prompt and every image is encoded once, then the
     cache is copied K times."""
@@ -445,7 +534,10 @@ def _deal(
         check_fits(policy, sample, prompt, rules)
     ids, mask, cache = _prefill(policy, prompts, tally)
     cache.batch_repeat_interleave(rollouts)
-    groups = [[begin(s, p) for _ in range(rollouts)] for s, p in zip(samples, prompts)]
+    groups = [
+        [begin(s, p, f"dice {seed} {s.id} {k}") for k in range(rollouts)]
+        for s, p in zip(samples, prompts)
+    ]
     live = [trajectory for group in groups for trajectory in group]
     ids, mask = (x.repeat_interleave(rollouts, 0) for x in (ids, mask))
     return Table(ids, mask, cache, live), groups
@@ -473,9 +565,8 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
     """One turn of every row: its new ids. They are appended to the table; rows that stopped early
     carry pads behind, and mask 0 hides those from all that follows."""
     start = table.ids.shape[1]
-    how = dict(temperature=rules.temperature, top_k=0, top_p=1.0) if rules.temperature else {}
     config = GenerationConfig(
-        do_sample=rules.temperature > 0, **how, repetition_penalty=1.0, use_cache=True,
+        do_sample=False, repetition_penalty=1.0, use_cache=True,  # sampling: Dice
         suppress_tokens=policy.forbidden, max_new_tokens=rules.max_new_tokens,
         pad_token_id=policy.pad_id, eos_token_id=policy.end_id, return_dict_in_generate=True,
     )  # fmt: skip
@@ -486,7 +577,7 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
     output = policy.model.generate(
         input_ids=table.ids, attention_mask=table.mask, cache=table.cache,
         position_ids=policy.positions(table.ids, table.mask, grids),
-        generation_config=config, 
+        generation_config=config, logits_processor=[Dice(table, rules)] * (rules.temperature > 0),
         stopping_criteria=StoppingCriteriaList([EndOfTurn(policy, start)]),
         synced_gpus=False, **policy.model_images(table.unread),
     )  # fmt: skip
@@ -524,8 +615,8 @@ def rows_that_fit(policy: Policy, rules: Rules) -> int:
     return int(budget // (slot * rules.max_length))
 
 
-def begin(sample: Sample, prompt: Encoded) -> Trajectory:
-    trajectory = Trajectory(sample)
+def begin(sample: Sample, prompt: Encoded, dice: str = "") -> Trajectory:
+    trajectory = Trajectory(sample, dice=dice)
     trajectory.observe(prompt)
     trajectory.prompt, trajectory.prompt_images = len(prompt.ids), len(prompt.pictures)
     return trajectory
@@ -573,7 +664,7 @@ def check_fits(policy: Policy, sample: Sample, prompt: Encoded, rules: Rules) ->
         raise ValueError(
             f"sample {sample.id}: its prompt has {len(prompt.ids)} tokens ({visual} of them for the"
             f" image), but --max-length {rules.max_length} leaves {room} beside a turn of "
-            f"{rules.max_new_tokens}. Raise it, lower the pixel budget, or drop the question."
+            f"{rules.max_new_tokens}. Raise it, lower --max-pixels, or drop the question."
         )
 
 

@@ -5,11 +5,11 @@ Concept     Stage 1 is stage 2 with A = 1 and beta = 0 on demonstrations: the lo
             of the acted tokens, computed by the same scorer on the same rows. There is no second
             masking. The same loop also makes `tiny/`, a stand-in for "a pretrained VLM" that fits
             in a commit: a Qwen2.5-VL of a few layers that can see the toy world of data.py.
-Paper       CodeV, arXiv:2511.19661, stage 1 (cold start). Its recipe for the 7B, Thyme's, is not
-            reproduced here: 3 epochs, vision tower frozen, last rounds only
+Paper       CodeV, arXiv:2511.19661, stage 1 (cold start), which follows Thyme's: its data
+            (load_thyme), 3 epochs, vision tower frozen, last rounds only
 In          Trajectories in which a demonstrator acted
 Out         a policy that speaks the format and mirrors the mixture of its demonstrations
-Left out    the public data set Thyme-SFT: not loaded yet
+Left out    Thyme's second, annealing stage; whether the paper ran it is not said
 Read next   grpo.py (the rows and the scorer), data.py (what is demonstrated)
 """
 
@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
 
 import torch
 from PIL import Image
@@ -29,11 +32,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from data import COLORS, GRID, IMAGE, SIZE, TAGS, TEXTURES, Demonstration, Scene
+from data import COLORS, GRID, IMAGE, SIZE, TAGS, TEXTURES, Demonstration, Sample, Scene
+from data import Bad, Lazy, Skipped, Usable, plain_question, read_image, read_rows
 from data import cell_name, crop_turn, draw_scene, neutral_sample, search_sample
 from grpo import Row, apply_gradient, group_row, log_probs, micro_batches
 from rollout import Policy, Rules, Trajectory, begin, check_fits, listen, speak
-from sandbox import Sandbox
+from rewards import format_error
+from sandbox import Observation, Sandbox
 
 # One loop for everything that imitates
 
@@ -64,9 +69,13 @@ def replay_all(
         yield from pool.map(lambda demo: replay(policy, demo, rules), demos)
 
 
-def rows_of(policy: Policy, trajectories: list[Trajectory]) -> list[Row]:
-    """Each demonstration is a group of one."""
-    return [group_row(policy, [(0, trajectory)]) for trajectory in trajectories]
+def rows_of(policy: Policy, trajectories: Sequence[Trajectory]) -> Sequence[Row]:
+    """Each demonstration is a group of one. The rows of Lazy trajectories are lazy as well."""
+
+    def row(trajectory: Trajectory) -> Row:
+        return group_row(policy, [(0, trajectory)])
+
+    return Lazy(row, trajectories) if isinstance(trajectories, Lazy) else [*map(row, trajectories)]
 
 
 def mean_logp(policy: Policy, rows: list[Row], row_tokens: int, learn: bool) -> float:
@@ -132,6 +141,97 @@ def shuffled(n: int, batch: int, seed: int | str) -> Callable[[int], list[int]]:
         return orders[epoch]
 
     return batch_of
+
+
+# Thyme-SFT: the public demonstrations
+
+# The last rounds that are learnt from, of a demonstration with two or more; a shorter one is learnt
+# whole. Thyme's finding: who imitates the first rounds learns to be wrong at first. Its released
+# code keeps the last code too, its paper's text only what follows the last observation.
+TRAIN_ROUNDS = {"all": None, "last_code_and_answer": 2, "after_last_obs": 1}
+USER_PATH = re.compile(r'User Image Path\W*"([^"\n]+)"')
+OTHER_PATH = re.compile(r"/(?:[\w.+-]+/)+([\w.+-]+\.(?:png|jpe?g|webp|bmp|gif|tiff?))", re.I)
+
+
+def load_thyme(
+    policy: Policy,
+    where: str | Path,
+    train_rounds: str = "last_code_and_answer",
+    rules: Rules = Rules(),
+    on_bad: str = "skip",
+) -> tuple[Usable[Trajectory], list[Skipped]]:
+    """Rows of Thyme-SFT -> Trajectories made when asked for, and the rows that cannot be used: they
+    do not parse, or have more than rules.max_length tokens. No row is ever cut.
+
+    where: as in data.read_rows; a colon picks a split, "Kwai-Keye/Thyme-SFT:wo_thinking_thyme".
+    """
+    if train_rounds not in TRAIN_ROUNDS:
+        raise ValueError(f"train_rounds is one of {', '.join(TRAIN_ROUNDS)}, got {train_rounds!r}")
+    rows = read_rows(where)
+
+    def trajectory(i: int, pixels: bool = True) -> Trajectory:
+        return thyme_trajectory(policy, rows[i], i, rows.folder, train_rounds, rules, pixels)
+
+    def check(i: int) -> None:
+        trajectory(i, pixels=False)
+
+    trajectories = Usable(len(rows), check, trajectory, on_bad, str(where))
+    return trajectories, trajectories.skipped
+
+
+def thyme_trajectory(
+    policy: Policy, row: dict, number: int, folder: Path, train_rounds: str, rules: Rules,
+    pixels: bool = True,
+) -> Trajectory:  # fmt: skip
+    """One row: `image`, a list of pictures; `question`; `response`, a single message with code and
+    what it showed inline. It becomes the game's form: a turn of the policy ends behind </code>, and
+    what was shown is a user turn, which is never learnt from. Without pixels only lengths are of
+    use. Raises Bad, which names the field."""
+    for name, kind in (("image", list), ("question", str), ("response", str)):
+        if not row.get(name) or not isinstance(row[name], kind):
+            raise Bad(name, f"expected a {kind.__name__}, got {str(row.get(name))[:60]!r}")
+    try:
+        images = [read_image(cell, folder) for cell in row["image"]]
+    except ValueError as error:
+        raise Bad("image", str(error)) from error
+    path = USER_PATH.search(row["question"])
+    text = row["response"].strip().replace(path[1] if path else "image.png", "image.png")
+    text = text.replace("/mnt/data/temp_processed_images", ".")
+    pieces = re.split(r"(?s)<sandbox_output>(.*?)</sandbox_output>", OTHER_PATH.sub(r"\1", text))
+    turns, shown = [turn.strip() for turn in pieces[::2]], pieces[1::2]
+    places = [row["question"].count("<image>"), *(piece.count("<image>") for piece in shown)]
+    if places[0] != 1 or sum(places) != len(images):
+        raise Bad("image", f"{len(images)} pictures for {places} places in question and outputs")
+
+    answer = re.findall(r"(?s)<answer>(.*?)</answer>", turns[-1])
+    question = plain_question(row["question"])
+    sample = Sample(f"thyme-{number}", images[0], question, answer[0] if answer else "",
+                    source="thyme")  # fmt: skip
+    trajectory = begin(sample, policy.encode_prompt(sample, pixels))
+    never, taken = {*policy.forbidden, policy.end_id}, 1
+    for turn, output, n in zip_longest(turns, shown, places[1:]):
+        ids = policy.encode(turn, []).ids if "<image>" not in turn else []
+        if not ids or never.intersection(ids):
+            raise Bad("response", f"a turn is empty or holds an image or a control token: {turn!r}")
+        code = speak(policy, trajectory, ids)
+        if output is None:
+            break
+        if code is None or not turn.endswith("</code>"):
+            raise Bad("response", f"an output follows what is no code: ...{turn[-60:]!r}")
+        seen = Observation(output.replace("<image>", ""), images[taken : taken + n])
+        taken += n
+        pictures = policy.pictures(seen.images) if pixels else [*map(policy.outline, seen.images)]
+        trajectory.steps[-1].observation = seen
+        trajectory.observe(policy.encode_observation(seen, pictures, False, rules.max_log_chars))
+    if trajectory.answer is None or format_error(trajectory):
+        raise Bad("response", f"its tags do not close in order, one answer last: ...{text[-60:]!r}")
+    if len(trajectory.ids) > rules.max_length:
+        raise Bad("response", f"{len(trajectory.ids)} tokens, --max-length {rules.max_length}")
+    rounds = TRAIN_ROUNDS[train_rounds] if len(shown) > 1 else None
+    if rounds:  # the world's now, to be read and not to be learnt
+        start, end = trajectory.prompt, trajectory.steps[-rounds].start
+        trajectory.acted[start:end] = [False] * (end - start)
+    return trajectory
 
 
 # Stage 1 ends here; the rest of this file makes tiny/ and may be skipped. First the network.

@@ -67,8 +67,8 @@ def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, lis
 
         def with_logits(**inputs):
             inputs["generation_config"].output_logits = True
-            force = LogitsProcessorList([_Force(start, rows)])
-            output = generate(**inputs, logits_processor=force)
+            inputs["logits_processor"] = LogitsProcessorList([_Force(start, rows)])
+            output = generate(**inputs)
             for t, row, logits in zip(table.live, rows, torch.stack(output.logits, 1)):
                 heard[id(t)].append(logits[: len(row)])
             return output

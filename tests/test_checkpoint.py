@@ -1,19 +1,27 @@
 """python -m pytest tests/test_checkpoint.py      about 20 s: the released checkpoint's file layout,
 with its real tokenizer, chat template and settings, and a tiny random network inside."""
 
+import copy
+import re
+import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import RULES, SCRIPTS, fresh_logits, scripted
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import rollout
 from data import Sample
 from grpo import group_row, log_probs
-from rollout import Rules, load_policy, play
+from rollout import Policy, Rules, check_fits, freeze_vision, load_policy, play, set_budget
 
 MAKE = Path(__file__).resolve().parent.parent.parent / "shared" / "standin" / "make_checkpoint.py"
 pytestmark = pytest.mark.skipif(
@@ -26,6 +34,15 @@ def standin(tmp_path_factory):
     folder = tmp_path_factory.mktemp("standin")
     subprocess.run([sys.executable, MAKE, folder], check=True, capture_output=True)
     return load_policy(folder)
+
+
+@contextmanager
+def within(policy, max_pixels):
+    """The same policy on another pixel budget, for a while."""
+    own = policy.image_processor.size
+    set_budget(policy.image_processor, max_pixels)
+    yield
+    policy.image_processor.size = own
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +113,87 @@ def test_an_export_keeps_everything_a_reader_needs(standin, samples, tmp_path):
     assert load_policy(tmp_path).model.generation_config.eos_token_id == [151645, 151643]
 
 
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([784, 20_000, 100_352, 10**6]))
+@settings(max_examples=30)
+def test_one_budget_counts_tokens_for_the_filter_the_rollout_and_the_loss(standin, w, h, budget):
+    assume(max(w, h) < 200 * min(w, h))
+    sample = Sample("big", Image.new("RGB", (w, h)), "?", "!")
+    with within(standin, budget):
+        counted, played = (standin.encode_prompt(sample, pixels) for pixels in (False, True))
+    assert counted.ids == played.ids  # the length filter sees what is played and learnt from
+    tokens = int(played.pictures[0].grid.prod()) // 4
+    assert tokens == counted.ids.count(standin.image_id) and tokens * 784 <= max(budget, 784 * 256)
+    assert w * h <= budget or tokens * 784 <= budget
+
+
+def test_a_budget_travels_with_the_export(standin, tmp_path):
+    with within(standin, 100_352):
+        standin.save(tmp_path)
+    again = load_policy(tmp_path)
+    assert again.image_processor.size["longest_edge"] == 100_352
+    assert load_policy(tmp_path, max_pixels=784).image_processor.size["longest_edge"] == 784
+    picture = again.pictures([Image.new("RGB", (2000, 1500))])[0]
+    assert picture.grid.prod() * 14 * 14 <= 100_352
+
+
+def test_a_checkpoint_that_cannot_work_is_refused_and_says_why(standin, tmp_path, monkeypatch):
+    def spoilt(name, file, change):
+        shutil.copytree(tmp_path / "good", tmp_path / name)
+        path = tmp_path / name / file
+        path.write_text(change(path.read_text())) if change else path.unlink()
+        return tmp_path / name
+
+    standin.save(tmp_path / "good")
+    no_vision = partial(re.sub, r"<\|(vision_start|image_pad)\|>", r"<|other_\1|>")
+    other_image = ('"image_token_id": 151655', '"image_token_id": 151656')
+    cases = [
+        (tmp_path / "none", "no checkpoint in .*none"),
+        (
+            spoilt("kind", "config.json", lambda s: s.replace("qwen2_5_vl", "qwen2_vl")),
+            "'qwen2_vl'",
+        ),
+        (spoilt("words", "tokenizer.json", no_vision), "this one has no <|vision_start|>"),
+        (
+            spoilt("pair", "config.json", lambda s: s.replace(*other_image)),
+            "is token 151655, but the model",
+        ),
+        (spoilt("weights", "model.safetensors", None), "lacks a file"),
+        (spoilt("eyes", "preprocessor_config.json", None), "lacks a file"),
+    ]
+    for folder, words in cases:
+        with pytest.raises((ValueError, FileNotFoundError), match=words):
+            load_policy(folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="no reach to .* the network and the licence"):
+        load_policy("Qwen/No-Such-Model")
+    with pytest.raises(ValueError, match="--max-pixels 100 is less than one visual token"):
+        load_policy(tmp_path / "good", max_pixels=100)
+
+
+def test_weights_that_a_file_lacks_are_not_made_up(standin, tmp_path):
+    standin.save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[next(name for name in weights if "visual" in name)]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 weights, such as model.visual"):
+        load_policy(tmp_path)
+
+
+def test_a_frozen_tower_stays_and_the_rest_learns(standin, played):
+    frozen = Policy(copy.deepcopy(standin.model), standin.tokenizer, standin.image_processor)
+    freeze_vision(frozen)
+    logp, _ = log_probs(frozen, [group_row(frozen, [(0, played[0][0])])])
+    logp.sum().backward()
+    for name, parameter in frozen.model.named_parameters():
+        assert (parameter.grad is None) == name.startswith("model.visual.")
+
+
+def test_a_prompt_that_leaves_no_room_names_both_numbers(standin):
+    sample = Sample("wide", Image.new("RGB", (1120, 1120)), "?", "!")
+    with pytest.raises(ValueError, match=r"\(1600 of them for the image\), but --max-length 1024"):
+        check_fits(standin, sample, standin.encode_prompt(sample, False), Rules(max_length=1024))
+
+
 def test_every_image_gets_as_many_pads_as_its_grid_has_visual_tokens(standin):
     """112 x 112, then 56 x 84 and 140 x 28 from one program: 16 + 6 + 5 visual tokens."""
     sample = Sample("counts", Image.new("RGB", (112, 112)), "?", "!")
@@ -114,14 +212,9 @@ def test_coordinates_are_those_of_the_picture_that_code_gets(standin):
     budget: the prompt names the full size, and a crop at full-size coordinates is red."""
     picture = Image.new("RGB", (4000, 3000), "white")
     picture.paste("red", (3000, 2000, 3040, 2040))
-    budget = dict(standin.image_processor.size)
-    standin.image_processor.size = {"shortest_edge": 3136, "longest_edge": 256 * 28 * 28}
-    try:
-        look = "<code>\nimage.crop((3000, 2000, 3040, 2040)).show()\n</code>"
-        with scripted(standin, [[look, "<answer>red</answer>"]]):
-            ((t,),) = play(standin, [Sample("frame", picture, "?", "red")], 1, RULES)
-    finally:
-        standin.image_processor.size = budget
+    look = "<code>\nimage.crop((3000, 2000, 3040, 2040)).show()\n</code>"
+    with within(standin, 256 * 28 * 28), scripted(standin, [[look, "<answer>red</answer>"]]):
+        ((t,),) = play(standin, [Sample("frame", picture, "?", "red")], 1, RULES)
     prompt = standin.tokenizer.decode(t.ids[: t.prompt])
     assert '"4000x3000"' in prompt and int(t.images[0].grid.prod()) // 4 <= 256
     (shown,) = t.tool_steps[0].observation.images

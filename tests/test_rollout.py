@@ -4,6 +4,7 @@ import copy
 import random
 import string
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -219,6 +220,22 @@ def test_frequencies_are_those_of_the_scored_distribution(policy, samples):
     share = torch.bincount(torch.tensor([t.ids[-1] for t in group]), minlength=len(logits)) / 2000
     distance = {T: (share - (logits / T).softmax(-1)).abs().sum() / 2 for T in (0.25, 0.5, 1.0)}
     assert distance[0.5] < 0.1 and distance[0.25] > 0.2 and distance[1.0] > 0.2
+
+
+def test_what_a_rollout_samples_does_not_hang_on_its_company(policy, samples):
+    """The same three questions in one wave, in waves of one, and apart in another order."""
+    rules = Rules(turns=1, max_new_tokens=12, max_length=512)
+
+    def sampled(samples, rollouts=2, **budget):
+        torch.manual_seed(3)
+        groups = play(policy, samples, rollouts, replace(rules, **budget))
+        return {t.dice: t.ids[t.prompt :] for group in groups for t in group}
+
+    together = sampled(samples[:3])
+    slot = 2 * 2 * 32 * 4  # bytes of keys and values of the tiny model, one slot
+    assert sampled(samples[:3], kv_budget_gb=2.5 * 512 * slot / 1e9) == together
+    assert sampled(samples[2::-1], 1).items() <= together.items()
+    assert len(set(map(tuple, together.values()))) == 6
 
 
 def test_control_tokens_are_never_sampled(policy, samples):
