@@ -53,7 +53,7 @@ from PIL import Image
 
 from data import Box, Sample, upright_rgb
 from grpo import Objective, group_row, group_rows, log_probs
-from rewards import BoxJudge, Judge, Reward, Weights, area, crop, hand_made, is_correct
+from rewards import BoxJudge, ChatJudge, Judge, Reward, Weights, area, crop, hand_made, is_correct
 from rewards import ran_well, recall, step_score, tapo
 from rollout import Encoded, Policy, Rules, Step, Trajectory, begin, listen, play_on, rows_that_fit
 from sandbox import Observation, Sandbox
@@ -421,8 +421,8 @@ def retell(
             sandbox.run(step.code)
 
     def liar(sandbox: Sandbox, image: Image.Image, rng: Random) -> SimpleNamespace:
-        run = lambda code: lie(name, sandbox.run(code), image, rng)  # noqa: E731
-        return SimpleNamespace(run=run, close=sandbox.close)
+        tell = lambda code: lie(name, sandbox.run(code), image, rng)  # noqa: E731
+        return SimpleNamespace(run=tell, close=sandbox.close)
 
     with ExitStack() as stack, ThreadPoolExecutor(rules.sandboxes) as pool:
         boxes = [Sandbox(t.sample.image, rules.limits, weak) for t in copies]
@@ -447,9 +447,8 @@ def thoughts(steps: Sequence[Step]) -> list[str]:
 
 def actions(steps: Sequence[Step]) -> Counter:
     """The boxes that code looked at, or the code itself if it is no crop: a multiset."""
-    acted = [step for step in steps if step.observation]
-    return Counter(str(s.observation.boxes if any(s.observation.boxes) else s.code.split())
-                   for s in acted)  # fmt: skip
+    seen = ((step.observation.boxes, step.code.split()) for step in steps if step.observation)
+    return Counter(str(boxes if any(boxes) else words) for boxes, words in seen)
 
 
 Right = Callable[[Trajectory], "bool | None"]  # None: no verdict
@@ -671,7 +670,7 @@ def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, 
         try:
             if text.strip():
                 yield from_line(json.loads(text), path.parent, judge, f"line {number}")
-        except (ValueError, OSError) as error:
+        except (ValueError, ArithmeticError, OSError) as error:
             raise ValueError(
                 f"{path}, line {number}: expected a trajectory as described at the head of "
                 f"faithfulness.py, but {error}"
@@ -690,12 +689,13 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
         seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
         if box or "image" in step:
             picture = Image.open(folder / step["image"]) if "image" in step else image.crop(box)
-            seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
-        blind = seen.boxes == [None] and isinstance(judge, BoxJudge)  # it sees boxes, no pictures
-        own = None if blind else step_score(sample, seen, judge)
-        scores.append(step.get("score", own))
-        if not -1 <= (scores[-1] or 0) <= 1:
-            raise ValueError(f"step {number} has score {scores[-1]}: expected one from 0 to 1")
+            seen = replace(seen, images=[upright_rgb(picture)], boxes=[box], sources=["reported"])
+        if "score" not in step:  # (a BoxJudge sees no pictures)
+            blind = seen.boxes == [None] and isinstance(judge, BoxJudge)
+            step["score"] = None if blind else step_score(sample, seen, judge)
+        elif not 0 <= (step["score"] or 0) <= 1:
+            raise ValueError(f"step {number} has score {step['score']}: expected one from 0 to 1")
+        scores.append(step["score"])
         steps.append(Step(step.get("text", ""), step.get("code", ""), seen, 0, 0))
     steps.append(Step(line.get("text", ""), None, None, 0, 0))
     trajectory = Trajectory(sample, steps=steps, answer=line["answer"], ended="answered")
@@ -705,21 +705,20 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
 def check(found: object, types: dict, must: list[str], what: str) -> None:
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {found!r:.60}, no object")
-    if missing := [key for key in must if key not in found]:
-        raise ValueError(f"{what} has no {', '.join(missing)}")
+    missing = [key for key in must if key not in found]
+    strange = [key for key in found if key not in types]
+    if missing or strange:
+        raise ValueError(f"{what} lacks {missing} and has {strange}; known are {', '.join(types)}")
     for key, value in found.items():
-        if key not in types:
-            raise ValueError(f"{what} has {key!r}; known are {', '.join(types)}")
         if not isinstance(value, types[key]):
             raise ValueError(f"{what} has {key} {value!r:.60}, which is of another type")
 
 
 def box_in(image: Image.Image, box: object) -> Box:
     """Rounded outwards and cut at the border of the image."""
-    numbers = isinstance(box, list) and [v for v in box if isinstance(v, (int, float))]
-    if not numbers or len(numbers) != 4 or len(box) != 4:
+    if not isinstance(box, list) or [isinstance(v, (int, float)) for v in box] != [True] * 4:
         raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
-    (x0, y0), (x1, y1) = map(math.floor, numbers[:2]), map(math.ceil, numbers[2:])
+    (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])
     cut = max(x0, 0), max(y0, 0), min(x1, image.width), min(y1, image.height)
     if cut[0] >= cut[2] or cut[1] >= cut[3]:
         raise ValueError(f"box {box} has no pixel of an image of {image.width}x{image.height}")
@@ -748,26 +747,28 @@ def demo() -> str:
         f"{name:34}{'correct' if f.correct else 'wrong':9}step scores {list(r.steps)}"
         for name, f, r in zip(cases, findings, rewards)
     ]
-    lines += ["", listing(count(findings, draws=DRAWS)), ""]
-    lines += [cross_listing(findings)]
-    return "\n".join(lines)
+    return "\n".join(
+        [*lines, "", listing(count(findings, draws=DRAWS)), "", cross_listing(findings)]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Rates of recorded trajectories; without a file, of a few hand-made ones."
     )
-    parser.add_argument("file", nargs="?", type=Path, help="trajectories.jsonl, or any agent's")
-    parser.add_argument(
-        "--aggregate", choices=AGGREGATES, default="any", help="of several pictures"
-    )
+    flag = parser.add_argument
+    flag("file", nargs="?", type=Path, help="trajectories.jsonl, or any agent's")
+    flag("--aggregate", choices=AGGREGATES, default="any", help="of several pictures")
+    flag("--judge-url", help="of an OpenAI-compatible server that looks at unscored pictures")
+    flag("--judge-model", default="", help="its name there")
     args = parser.parse_args()
     if args.file is None:
         return print(demo())
     try:
-        pairs = read_foreign(args.file)
+        url, model = args.judge_url, args.judge_model
+        pairs = read_foreign(args.file, ChatJudge(url, model, "evaluation") if url else HALF)
         with open(args.file, encoding="utf-8") as file:
-            if file.read(12).startswith('{"sample":'):  # of our own making
+            if '"sample": {' in file.readline():  # of our own making
                 from evaluate import read_trajectories  # not above: it imports us
 
                 pairs = zip(*read_trajectories(args.file))

@@ -448,6 +448,18 @@ def test_any_agents_steps_are_held_against_the_targets(folder):
     assert (f.calls, f.failed, f.correct, f.cluster) == (7, 1, True, "q")
 
 
+def test_a_judge_that_sees_takes_the_pictures_without_score(folder):
+    asked = []
+
+    def judge(request):
+        asked.append(request.images[0].size)
+        return 1.0
+
+    steps = [{"image": "shown.png"}, {"image": "shown.png", "score": None}, {"code": "print(1)"}]
+    ((_, reward),) = read_foreign(write(folder, BASE | {"steps": steps}), judge)
+    assert reward.steps == (1.0, None, 0.0) and asked == [(9, 9)]
+
+
 def test_without_targets_or_scores_there_is_no_verdict(folder):
     lines = [BASE | {"steps": [{"box": [0, 0, 9, 9]}]}, BASE | {"kind": "neutral", "answer": None}]
     findings = [finding(*pair) for pair in read_foreign(write(folder, *lines))]
@@ -460,16 +472,17 @@ def test_without_targets_or_scores_there_is_no_verdict(folder):
     [
         ("{", "line 2.*Expecting property name"),
         ("[]", r"line 2.*the line is \[\], no object"),
-        ({"question": "Which?", "image": "map.png"}, "line 2.*has no answer, correct, steps"),
-        (BASE | {"target": []}, "line 2.*the line has 'target'; known are question, .*targets"),
+        ({"question": "?", "image": "map.png"}, "line 2.*lacks .'answer', 'correct', 'steps'"),
+        (BASE | {"target": []}, "line 2.*has .'target'.; known are question, .*targets"),
         (BASE | {"correct": 1}, "line 2.*correct 1, which is of another type"),
         (BASE | {"image": "lost.png"}, "line 2.*No such file.*lost.png"),
         (BASE | {"kind": "ocr"}, "line 2.*kind is 'search' or 'neutral', got 'ocr'"),
         (BASE | {"targets": [[0, 0, 9]]}, "line 2.*a box is .x0, y0, x1, y1., not .0, 0, 9."),
-        (BASE | {"steps": [{}, {"bbox": 1}]}, "line 2.*step 2 has 'bbox'; known are box, image"),
-        (BASE | {"steps": [{"box": [300, 0, 310, 9]}]}, "line 2.*has no pixel of an .*256x256"),
+        (BASE | {"steps": [{}, {"bbox": 1}]}, "line 2.*step 2 .*'bbox'.; known are box, image"),
+        (BASE | {"steps": [{"box": [300, 0, 310, 9]}]}, "line 2.*no pixel of an .*256x256"),
         (BASE | {"steps": [{"box": [9, 9, 0, 0]}]}, "line 2.*has no pixel"),
         (BASE | {"steps": [{"score": 7}]}, "line 2.*step 1 has score 7: expected one from 0 to 1"),
+        (BASE | {"steps": [{"box": [0, 0, 9, 1e999]}]}, "line 2.*infinity"),
         (BASE | {"steps": ["box"]}, "line 2.*step 1 is 'box', no object"),
     ],
 )  # fmt: skip
