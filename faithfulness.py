@@ -81,18 +81,18 @@ class Rate:
         return f"{share} {ends}({self.numerator:g}/{self.denominator:g})"
 
 
-def add_up(
-    units: Sequence[Parts], clusters: Sequence[str] = (), draws: int = 0, seed: int = 0
-) -> dict[str, Rate]:
-    """Sum over units (samples, or calls). draws > 0: with percentile bootstrap intervals. Whole
-    clusters are drawn with replacement, since plays of one question are no independent evidence; a
-    unit whose cluster is "" stands alone. Draws that leave a rate without denominator do not count
-    for it; one cluster gives no interval. (Of what was always so, or never, a bootstrap learns
-    nothing: its interval has no width.)"""
-    if not units:
+def add_up(pairs: Iterable[tuple[Parts, str]], draws: int = 0, seed: int = 0) -> dict[str, Rate]:
+    """Sum over units (samples, or calls), each with its cluster; {} if there are none.
+
+    draws > 0: with percentile bootstrap intervals. Whole clusters are drawn with replacement, since
+    plays of one question are no independent evidence; a unit whose cluster is "" stands alone.
+    Draws that leave a rate without denominator do not count for it; one cluster gives no interval.
+    (Of what was always so, or never, a bootstrap learns nothing: its interval has no width.)"""
+    pairs = [(unit, key or i) for i, (unit, key) in enumerate(pairs)]
+    if not pairs:
         return {}
+    units, keys = zip(*pairs)
     amounts = np.array([list(unit.values()) for unit in units], float)  # [units, rates, 2]
-    keys = [cluster or i for i, cluster in enumerate(clusters or [""] * len(units))]
     place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     grouped = np.zeros((len(place), *amounts.shape[1:]))
     np.add.at(grouped, [place[key] for key in keys], amounts)
@@ -254,9 +254,8 @@ def count(
     findings: Iterable[Finding], aggregate: str = "any", draws: int = 0, seed: int = 0
 ) -> dict[str, Rate]:
     """Every rate with its numerator and denominator, and, if draws > 0, its interval."""
-    findings = list(findings)
-    units = [parts(f, aggregate) for f in findings] or [NOTHING]
-    return add_up(units, [f.cluster for f in findings], draws, seed)
+    pairs = [(parts(f, aggregate), f.cluster) for f in findings]
+    return add_up(pairs or [(NOTHING, "")], draws, seed)
 
 
 def cross_table(findings: Iterable[Finding], aggregate: str = "any") -> dict[str, dict[str, float]]:
@@ -347,8 +346,7 @@ def use_of(t: Trajectory) -> Parts:
 
 
 def tool_use(trajectories: Iterable[Trajectory], draws: int = DRAWS) -> dict[str, Rate]:
-    units = [(use_of(t), question_of(t.sample)) for t in trajectories]
-    return add_up(*zip(*units), draws) if units else {}
+    return add_up(((use_of(t), question_of(t.sample)) for t in trajectories), draws)
 
 
 # Lies (Table 6)
@@ -493,7 +491,7 @@ def perturb(
                     units[source][name].append(unit)
     if len(units) == 2:
         del units["all"]
-    return {source: {name: add_up(*zip(*pairs), draws, seed) for name, pairs in lies.items()}
+    return {source: {name: add_up(pairs, draws, seed) for name, pairs in lies.items()}
             for source, lies in units.items()}  # fmt: skip
 
 
@@ -526,19 +524,22 @@ def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool
 
 def study_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
     """Table 6 as plain text, in %. possible: of how many trajectories the lie could be told."""
-
-    def cell(rate: Rate) -> str:
-        return "-" if rate.value is None else f"{100 * rate.value:.1f}"
-
     if not study:
         return "no tool showed a picture on any search question: there is nothing to perturb"
+
+    def cell(name: str, rate: Rate) -> str:
+        ends = rate.interval if name == "accuracy" else None
+        shares = [f"{100 * x:.1f}" for x in (rate.value, *(ends or ())) if x is not None]
+        return "{} [{}, {}]".format(*shares) if ends else "".join(shares) or "-"
+
     rows = [("", "possible", "thoughts", "actions", "answers", "accuracy", "clean",
              "after a hit", "clean", "after a miss", "clean")]  # fmt: skip
     for source, lies in study.items():
         rows.append((source, *[""] * 10))
-        for name, (possible, *shares) in ((name, r.values()) for name, r in lies.items()):
-            n = f"{possible.numerator:g}/{possible.denominator:g}"
-            rows.append((f"  {name}", n, *map(cell, shares)))
+        for name, measures in lies.items():
+            (_, n), *others = measures.items()
+            rows.append((f"  {name}", f"{n.numerator:g}/{n.denominator:g}",
+                         *(cell(*other) for other in others)))  # fmt: skip
     return grid(rows)
 
 
@@ -587,7 +588,7 @@ def ablation(
                 units.append(({"with tools": (a, 1), "without tools": (b, 1),
                                "solved only with": (a > b, 1), "solved only without": (a < b, 1)},
                               question_of(t.sample)))  # fmt: skip
-    return add_up(*zip(*units), draws) if units else {}
+    return add_up(units, draws)
 
 
 @torch.no_grad()
@@ -604,7 +605,7 @@ def evidence(
     and the answer follows at once: a further thought might give away what the crop showed. Calls
     without a box for each picture, or without room for another, are not measured.
     """
-    units, clusters = [], []
+    units = []
     for t, reward in zip(trajectories, rewards, strict=True):
         rng = Random(f"{seed} {t.sample.id}")
         calls = [i for i, step in enumerate(t.steps) if step.observation]
@@ -620,16 +621,15 @@ def evidence(
             hit = measured and (score or 0) >= 1
             miss = measured and score is not None and not hit
             used, needed = gain > margin, decision > margin
-            units.append({
+            units.append(({
                 "measured": (measured, 1),
                 "evidence value": (gain, measured), "decision value": (decision, measured),
                 "evidence value of a hit": (gain * hit, hit),
                 "evidence value of a miss": (gain * miss, miss),
                 "used": (used, measured), "needed": (needed, measured),
                 "needed and used": (used and needed, measured),
-            })  # fmt: skip
-            clusters.append(question_of(t.sample))
-    return add_up(units, clusters, draws, seed)
+            }, question_of(t.sample)))  # fmt: skip
+    return add_up(units, draws, seed)
 
 
 def answer_log_probs(
@@ -777,8 +777,7 @@ def main() -> None:
         parser.error(str(error))
     if not units:
         parser.error(f"{args.file} is empty: expected at least one trajectory")
-    findings, uses = zip(*units)
-    used = add_up(uses, [f.cluster for f in findings], DRAWS)
+    findings, used = [f for f, _ in units], add_up(((use, f.cluster) for f, use in units), DRAWS)
     table = cross_listing(findings, args.aggregate)
     print(listing(count(findings, args.aggregate, DRAWS)), table, listing(used), sep="\n\n")
 

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_faithfulness.py      about 7 s, nearly all of them to import torch"""
+"""python -m pytest tests/test_faithfulness.py      about 10 s, most of them to import torch"""
 
 import json
 import random
@@ -371,22 +371,24 @@ def test_use_of_tools_by_hand():
     mended = replace(GOOD, notes=["a missing bracket was added"])
     trajectories = [
         coded(SEARCH, ("imag.crop(b)", TYPO), ("image.crop(b).show()", mended)),
-        coded(SEARCH, ("image.rotate(9).show()", DRAWN), ("1/0", TYPO), ("1/0", TYPO)),
+        coded(
+            SEARCH, ("image.rotate(9).show()", DRAWN), ("1/0", TYPO), ("1/0", TYPO), ("1/0", TYPO)
+        ),
         coded(SEARCH, said="The crop shows it ."),
         coded(SEARCH),
         coded(SEARCH, ("print(1)", OURS), ("image.show()", FULL)),
     ]
     got = {name: (r.numerator, r.denominator) for name, r in tool_use(trajectories, 0).items()}
     assert got == {
-        "0 calls": (2, 5), "1 calls": (0, 5), "2 calls": (2, 5), "3 calls": (1, 5),
-        "4 calls": (0, 5), "5 or more calls": (0, 5),
-        "crop (of calls)": (3, 7), "rotate (of calls)": (1, 7), "contrast (of calls)": (0, 7),
-        "draw (of calls)": (0, 7), "compute (of calls)": (3, 7), "other (of calls)": (0, 7),
+        "0 calls": (2, 5), "1 calls": (0, 5), "2 calls": (2, 5), "3 calls": (0, 5),
+        "4 calls": (1, 5), "5 or more calls": (0, 5),
+        "crop (of calls)": (3, 8), "rotate (of calls)": (1, 8), "contrast (of calls)": (0, 8),
+        "draw (of calls)": (0, 8), "compute (of calls)": (4, 8), "other (of calls)": (0, 8),
         "crops of 0% to 1%": (0, 2), "crops of 1% to 5%": (0, 2), "crops of 5% to 25%": (1, 2),
         "crops of 25% to 50%": (0, 2), "crops of 50% to 90%": (0, 2),
         "crops of 90% to 100%": (1, 2),
-        "failed calls": (3, 7), "failed calls after which one ran": (1, 3),
-        "repaired calls": (1, 7), "verified crops (of pictures)": (2, 3),
+        "failed calls": (4, 8), "failed calls after which one ran": (1, 4),
+        "repaired calls": (1, 8), "verified crops (of pictures)": (2, 3),
         "decorative crops": (1, 5),
     }  # fmt: skip
 
@@ -407,6 +409,10 @@ def test_a_look_that_was_only_claimed(said, claimed):
     assert decorative.numerator == claimed
     shown = tool_use([coded(SEARCH, ("look()", GOOD), said=said)], 0)["decorative crops"]
     assert shown.numerator == 0
+
+
+def test_a_crop_that_was_tried_and_failed_is_not_decorative():
+    assert tool_use([coded(SEARCH, ("imag.crop(b)", TYPO))], 0)["decorative crops"].numerator == 0
 
 
 # Trajectories of other agents

@@ -327,7 +327,7 @@ def test_questions_of_several_sources_are_reported_apart_and_together(policy):
     }  # fmt: skip
     lines = study_table(study).splitlines()
     assert lines[1] == "all" and lines[2].split() == (
-        "mask 3/3 0.0 0.0 100.0 0.0 100.0 0.0 100.0 - -".split()
+        "mask 3/3 0.0 0.0 100.0 0.0 [0.0, 0.0] 100.0 0.0 100.0 - -".split()
     )
 
 
