@@ -33,6 +33,7 @@ trajectories.jsonl has one JSON object a line, with the names of the types it ho
               shows, or null), sources, error, notes, red_lines, ... as in sandbox.Observation
     acted     who chose the tokens, in runs: [[false, 80], [true, 12], ...]; true is the policy
     ids       the tokens; the first `prompt` of them, with `prompt_images` images, are the question
+    dice      what its sampling was drawn from
     place     its place in the order of the benchmark; of --avg-at K, each question has K
     run       what was played: lines of two evaluations do not mix
 """
@@ -82,12 +83,15 @@ from data import (
     toy_questions,
 )
 from faithfulness import (
+    DRAWS,
+    HALF,
     PERTURBATIONS,
     Finding,
     Rate,
     ablation,
+    agreement,
     count,
-    cross_table,
+    cross_listing,
     evidence,
     faithful,
     finding,
@@ -99,7 +103,9 @@ from faithfulness import (
 )
 from rewards import (
     MAX_ANSWER,
+    REWARDS,
     BoxJudge,
+    ChatJudge,
     Judge,
     Reward,
     TwoJudges,
@@ -519,15 +525,12 @@ def measure(
         elif sample.source == AGAINST_PRIOR:
             against.append(reward.answer)
         else:
-            # The four rows of a question of HR-Bench are one piece of evidence, not four.
-            cycle = f"{sample.source}//".split("/")[2]
-            same = f"{sample.question} {sorted(sample.options)}" if cycle else None
-            own.append(finding(trajectory, reward, same))
+            own.append(finding(trajectory, reward))
             sources.append(sample.source)
-    counts = count(own, draws=1000)
+    counts = count(own, draws=DRAWS)
     metrics = {"n": len(own) // rollouts} | {name: rate.value for name, rate in counts.items()}
     metrics["rates"] = {name: vars(rate) for name, rate in counts.items()}
-    metrics["correct_by_faithful"] = cross_table(own)
+    metrics["correct_by_faithful"] = cross_listing(own)
     if ungraded:
         metrics["ungraded"] = ungraded
     if against:
@@ -582,16 +585,17 @@ def write_trajectories(
 
 
 class Episodes(Sequence[Trajectory]):
-    """The episodes in a folder, in the order of their places. Each is read from disk when asked
+    """Append lines to `file`, pictures to images/; the head of this module describes them."""
     for, without the model's image inputs; their rewards and the samples' ids are all here.
 
     lines: {place: (file, start, end)}; ends: where the whole lines of each file end. The half line
     behind that is what a kill left. Lines of another `run` are refused.
     """
 
-    def __init__(self, folder: Path, run: str | None = None) -> None:
-        self.folder, self.ends, found = folder, {}, {}
-        for path in sorted(folder.glob("trajectories*.jsonl")):
+    def __init__(self, where: Path, run: str | None = None) -> None:
+        self.folder, self.ends, found = (where.parent if where.is_file() else where), {}, {}
+        files = [where] if where.is_file() else where.glob("trajectories*.jsonl")
+        for path in sorted(files):
             end = 0
             for number, text in enumerate(open(path, "rb"), start=1):
                 if not text.endswith(b"\n"):
@@ -638,6 +642,11 @@ class Episodes(Sequence[Trajectory]):
         os.replace(part, self.folder / file_of(0))
         for path in self.folder.glob("trajectories-*.jsonl"):
             path.unlink()
+
+
+def read_trajectories(path: Path) -> tuple[Episodes, list[Reward]]:
+    """What write_trajectories wrote."""
+    return (episodes := Episodes(path)), episodes.rewards
 
 
 def reward_of(values: dict) -> Reward:
@@ -1043,11 +1052,16 @@ FLAGS = dict(
     turns=dict(type=int, default=GREEDY.turns, help="how often the policy may speak"),
     temperature=dict(type=float, help="0 is greedy; 1 if --avg-at is above 1"),
     avg_at=dict(metavar="K", type=int, default=1, help="mean over K samples of each question"),
+    max_new_tokens=dict(type=int, default=GREEDY.max_new_tokens, help="of one turn"),
+    max_length=dict(type=int, default=GREEDY.max_length, help="tokens of a whole episode"),
+    max_pixels=dict(type=int, help="budget of one image; else the checkpoint's own"),
     wave=dict(type=int, default=32, help="questions at a time: memory, and what a kill costs"),
     seed=dict(type=int, default=0, help="of the toy's questions and of sampling"),
     judge_url=dict(help="server of a judge that sees: for steps where no boxes are labelled, and "
                    "for open answers"),
     judge_model=dict(help="its model's name on that server"),
+    judge_prompt=dict(choices=("evaluation", "evaluation_original"), default="evaluation",
+                      help="what it sees of a step: crop and question, or also the whole image"),
     perturb=dict(metavar="LIES", default="", help="all, or some of " + ",".join(PERTURBATIONS) +
                  ": play again while tools show these (Table 6)"),
     ablation=dict(action="store_true", help="play again without tools; what was each call worth?"),
@@ -1090,9 +1104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return parser.print_help()
     if args.temperature is None:
         args.temperature = float(args.avg_at > 1)
-    args.perturb = (
-        PERTURBATIONS if args.perturb == "all" else args.perturb.split(",") if args.perturb else ()
-    )
+    lies = PERTURBATIONS if args.perturb == "all" else args.perturb.split(",")
+    args.perturb = [lie for lie in lies if lie]
     try:
         if args.film:
             return print(draw_film(args))
@@ -1101,14 +1114,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         check(args)
         processes = PartialState(timeout=timedelta(days=7))  # the first waits for the slowest
         samples, own_rules = questions_of(args)
-        policy = load_policy(args.model, processes.device)
+        policy = load_policy(args.model, processes.device, args.max_pixels)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
 
     started = time.monotonic()
-    rules = replace(GREEDY, turns=args.turns, temperature=args.temperature)
+    settings = ("turns", "temperature", "max_new_tokens", "max_length")
+    rules = replace(GREEDY, **{name: getattr(args, name) for name in settings})
+    judge, second = judges_of(args)
     metrics, episodes = evaluate(
-        policy, samples, judge_of(args), rules=rules, seed=args.seed, out=args.out,
+        policy, samples, judge, rules=rules, seed=args.seed, out=args.out,
         own_rules=own_rules, rollouts=args.avg_at, wave=args.wave, processes=processes,
     )  # fmt: skip
     if not processes.is_main_process:
@@ -1119,6 +1134,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     (args.out / "summary.json").write_text(text, encoding="utf-8")
     compare(stages, args.out / "compare.png")
     print(table(stages), details(metrics), listing(tool_use(episodes)), sep="\n\n")
+    if second:
+        theirs = [REWARDS["tapo"]([t], second, Weights(), random.Random(0))[0] for t in episodes]
+        cells, rate, kappa = agreement(episodes, episodes.rewards, theirs)
+        print(f"\nboxes and judge agree: {rate}, kappa {kappa}; (boxes, judge): {dict(cells)}")
     if args.perturb:
         study = perturb(policy, episodes, episodes.rewards, rules, args.perturb, args.seed)
         print("", study_table(study), sep="\n")
@@ -1142,25 +1161,23 @@ def questions_of(args: argparse.Namespace) -> tuple[Sequence[Sample], list | Non
     return load_bench(args.bench, args.data, args.n)
 
 
-def judge_of(args: argparse.Namespace) -> Judge:
-    """Boxes where they are labelled; on V* a crop that shows half of a target shows it."""
-    boxes = BoxJudge() if args.bench == "toy" else BoxJudge(visible=0.5, focus=(0.0, 0.0))
+def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
+    """(the judge, a second opinion). Steps: boxes where they are labelled, else the served judge;
+    it also reads open answers, where the benchmark has that."""
+    boxes = BoxJudge() if args.bench == "toy" else HALF
     if not args.judge_url:
-        return boxes
-    from rewards import ChatJudge  # TODO-MERGE
-
-    asked = ChatJudge(args.judge_url, args.judge_model, prompt="evaluation")
-    open_answers = asked if args.bench != "toy" and BENCHES[args.bench].judged else None
-    steps = boxes if args.bench in ("toy", "vstar") else asked
-    return TwoJudges(steps, open_answers) if open_answers else steps
+        return boxes, None
+    asked = ChatJudge(args.judge_url, args.judge_model, args.judge_prompt, args.out / "verdicts")
+    if args.bench in ("toy", "vstar"):
+        return boxes, asked
+    return (asked if BENCHES[args.bench].judged else TwoJudges(asked, boxes)), None
 
 
 def details(metrics: dict) -> str:
     """Every rate with what it is a rate of, correct x faithful, and the benchmark's parts."""
     rates = {name: Rate(**rate) for name, rate in metrics["rates"].items()}
-    cells = [f"{answer}: {row}" for answer, row in metrics["correct_by_faithful"].items()]
     parts = [f"{part:40} {value:.3f}" for part, value in metrics.get("parts", {}).items()]
-    return "\n".join([listing(rates), "", *cells, *parts])
+    return "\n".join([listing(rates), "", metrics["correct_by_faithful"], "", *parts])
 
 
 def draw_film(args: argparse.Namespace) -> Path:
