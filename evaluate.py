@@ -585,7 +585,7 @@ def write_trajectories(
 
 
 class Episodes(Sequence[Trajectory]):
-    """Append lines to `file`, pictures to images/; the head of this module describes them."""
+    """The episodes of a file or folder, in the order of their places. Each is read when asked
     for, without the model's image inputs; their rewards and the samples' ids are all here.
 
     lines: {place: (file, start, end)}; ends: where the whole lines of each file end. The half line
@@ -737,8 +737,11 @@ def curves(log_lines: Sequence[dict], path: Path) -> None:
 
 def compare(columns: dict[str, dict], path: Path) -> None:
     """Several runs in one figure: a row for each rate, a mark for each run."""
-    labels = {name: label for name, label in ROWS.items() if name != "n"}
-    figure = Figure(figsize=(8, 6 + 0.25 * len(columns)), layout="constrained")
+    measured = {name for metrics in columns.values() for name in metrics} - {"n", "ungraded"}
+    labels = {name: label for name, label in ROWS.items() if name in measured}
+    figure = Figure(
+        figsize=(8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)), layout="constrained"
+    )
     axes = figure.subplots()
     styles = itertools.cycle(zip(COLORS, MARKERS))
     for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
@@ -746,6 +749,9 @@ def compare(columns: dict[str, dict], path: Path) -> None:
         values = [metrics.get(name) for name in labels]
         places = [(value, row + aside) for row, value in enumerate(values) if value is not None]
         axes.plot(*zip(*places), color=color, marker=marker, linestyle="none", label=run)
+        for row, name in enumerate(labels):  # 95 %
+            ends = metrics.get("rates", {}).get(name, {}).get("interval")
+            axes.plot(ends or [], [row + aside] * len(ends or []), color=color, linewidth=1)
     axes.set_yticks(range(len(labels)), labels.values())
     axes.set(xlim=(-0.02, None), ylim=(len(labels) - 0.5, -0.5), xlabel="rate")
     axes.grid(alpha=0.3)
@@ -968,9 +974,12 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
     """A film strip as a PNG: the image with its targets, every turn with what the tool showed (its
     place is drawn in the image) and its score, and below it who chose each token."""
     sample, turns = trajectory.sample, scored(trajectory, reward)
-    figure = Figure(figsize=(2.6 * (len(turns) + 1), 4.4), layout="constrained", facecolor="white")
-    grid = figure.add_gridspec(3, len(turns) + 1, height_ratios=(2.4, 1.9, 0.16))
-    plain = {"ha": "left", "va": "top", "fontsize": 8, "wrap": True}
+    options = (f"{letter}. {text}" for letter, text in zip(LETTERS, sample.options))
+    words = [_lines("\n".join([sample.question, *options])), *(_lines(s.text) for s, _ in turns)]
+    heights = 2.6, 0.16 * max(text.count("\n") + 1 for text in words), 0.14  # inches
+    size = 2.9 * len(words), sum(heights) + 0.8
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(3, len(words), height_ratios=heights)
 
     def cell(row: int, column: int | slice) -> Axes:
         axes = figure.add_subplot(grid[row, column])
@@ -986,16 +995,16 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
 
     first = cell(0, 0)
     first.imshow(sample.image, interpolation="nearest")
+    first.set_title("image; dashed: the target" if sample.boxes else "image", fontsize=9)
     for box in sample.boxes:
         outline(first, box, "black", "--")
-    options = [f"{letter}. {text}" for letter, text in zip(string.ascii_uppercase, sample.options)]
-    cell(1, 0).text(0, 1, _lines("\n".join([sample.question, *options])), **plain, weight="bold")
+    for i, text in enumerate(words):
+        cell(1, i).text(0, 1, text, va="top", fontsize=8, family="monospace")
     for i, (step, value) in enumerate(turns, start=1):
-        top, below = cell(0, i), cell(1, i)
-        below.text(0, 1, _lines(step.text), **plain, family="monospace")
+        top = cell(0, i)
         if seen := step.observation:
             verdict = "no verdict" if value is None else f"score {value:g}"
-            top.set_title(f"{i}. {', '.join([*seen.sources, verdict])}", fontsize=8)
+            top.set_title(f"{i}. {', '.join([*seen.sources, verdict])}", fontsize=9)
             for image in seen.images[:1]:
                 top.imshow(image, interpolation="nearest")
             for box in filter(None, seen.boxes):
@@ -1005,6 +1014,8 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
             right = (reward.answer or 0) > 0
             said = "no answer" if trajectory.answer is None else trajectory.answer
             verdict = f"{'✓' if right else '✗'} {said}\n(reference: {sample.answer})"
+            top.set_title(f"{i}. answer", fontsize=9)
+            top.set_box_aspect(sample.image.height / sample.image.width)  # beside its neighbours
             middle = {"ha": "center", "va": "center", "transform": top.transAxes}
             top.text(0.5, 0.5, _lines(verdict, 20), color=COLORS[not right], **middle)
     bar, start = cell(2, slice(None)), 0
@@ -1013,12 +1024,13 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
         start += tokens
     bar.set_xlim(0, start), bar.set_xlabel("blue: tokens chosen by the policy", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
-def _lines(text: str, width: int = 34, most: int = 12) -> str:
+def _lines(text: str, width: int = 38, most: int = 16) -> str:
     """Broken into lines that fit a cell, and not read as a formula."""
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]]
+    text = re.sub(r"(?<=</think>)(?=.)|(?<=.)(?=<answer>)", "\n", text)
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
     lines = lines[:most] + ["..."] * (len(lines) > most)
     return "\n".join(lines).replace("$", r"\$")
 
@@ -1041,21 +1053,22 @@ def columns_of(runs: Sequence[str]) -> dict[str, dict]:
     return columns
 
 
+TOY = {"n": 256, "max_new_tokens": 64, "max_length": 2048, "wave": 128}
+OTHERS = {"max_new_tokens": 1024, "max_length": 16384, "wave": 32}
 FLAGS = dict(
     model=dict(metavar="DIR", help="checkpoint to evaluate: a folder or a hub name"),
     bench=dict(choices=("toy", *BENCHES), default="toy", help="which questions"),
     data=dict(metavar="PATH", help="the benchmark's files; else its hub name is used"),
     out=dict(metavar="DIR", type=Path, default=Path("runs/eval"), help="where results go"),
-    n=dict(type=int, help="only so many questions; the toy draws 256, and half as many against its "
-           "prior"),
+    n=dict(type=int, help="only so many questions (toy: 256, and half as many against its prior)"),
     shortcut=dict(type=float, default=1.0, help="toy: share of squares that follow the prior"),
     turns=dict(type=int, default=GREEDY.turns, help="how often the policy may speak"),
     temperature=dict(type=float, help="0 is greedy; 1 if --avg-at is above 1"),
     avg_at=dict(metavar="K", type=int, default=1, help="mean over K samples of each question"),
-    max_new_tokens=dict(type=int, default=GREEDY.max_new_tokens, help="of one turn"),
-    max_length=dict(type=int, default=GREEDY.max_length, help="tokens of a whole episode"),
+    max_new_tokens=dict(type=int, help="of one turn (1024; toy: 64)"),
+    max_length=dict(type=int, help="tokens of a whole episode (16384; toy: 2048)"),
     max_pixels=dict(type=int, help="budget of one image; else the checkpoint's own"),
-    wave=dict(type=int, default=32, help="questions at a time: memory, and what a kill costs"),
+    wave=dict(type=int, help="questions at a time: memory, and what a kill costs (32; toy: 128)"),
     seed=dict(type=int, default=0, help="of the toy's questions and of sampling"),
     judge_url=dict(help="server of a judge that sees: for steps where no boxes are labelled, and "
                    "for open answers"),
@@ -1102,8 +1115,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not (args.model or args.compare or args.film):
         return parser.print_help()
-    if args.temperature is None:
-        args.temperature = float(args.avg_at > 1)
+    usual = TOY if args.bench == "toy" else OTHERS
+    usual = usual | {"temperature": float(args.avg_at > 1)}
+    vars(args).update({name: value for name, value in usual.items() if getattr(args, name) is None})
     lies = PERTURBATIONS if args.perturb == "all" else args.perturb.split(",")
     args.perturb = [lie for lie in lies if lie]
     try:
@@ -1157,7 +1171,7 @@ def compare_runs(runs: Sequence[str], out: Path) -> None:
 
 def questions_of(args: argparse.Namespace) -> tuple[Sequence[Sample], list | None]:
     if args.bench == "toy":
-        return load_toy(args.n or 256, args.seed, args.shortcut), None
+        return load_toy(args.n, args.seed, args.shortcut), None
     return load_bench(args.bench, args.data, args.n)
 
 

@@ -439,7 +439,7 @@ def test_highlighting_loses_nothing_and_escapes_everything(code):
 def test_without_arguments_it_shows_how_it_is_used(capsys):
     main([])
     printed = capsys.readouterr().out
-    assert "usage" in printed and "--compare" in printed and "(default: 32)" in printed
+    assert "usage" in printed and "--compare" in printed and "(default: 10)" in printed
 
 
 @pytest.mark.parametrize(
