@@ -180,7 +180,9 @@ def ask(row: dict, question: str, options: Iterable, answer: object, part: str, 
     options, answer = tuple(map(str, options)), str(answer)
     if options and answer not in {*LETTERS[: len(options)], *options}:
         raise Bad("answer", f"{answer!r} is neither a letter nor a text of {options}")
-    id = filled(row, "index", "id", "pid", "sample_index", "question_id", default=None)
+    id = filled(
+        row, "index", "id", "pid", "sample_index", "question_id", "Question_id", default=None
+    )
     return {"id": id, "question": question.strip(), "options": options, "answer": answer,
             "part": part, **more}  # fmt: skip
 
@@ -644,9 +646,12 @@ class Episodes(Sequence[Trajectory]):
             path.unlink()
 
 
-def read_trajectories(path: Path) -> tuple[Episodes, list[Reward]]:
-    """What write_trajectories wrote."""
-    return (episodes := Episodes(path)), episodes.rewards
+def read_trajectories(
+    path: Path, first: int | None = None
+) -> tuple[Sequence[Trajectory], list[Reward]]:
+    """What write_trajectories wrote: all, read when asked for, or the `first` of it."""
+    episodes = Episodes(path)
+    return (episodes if first is None else episodes[:first]), episodes.rewards[:first]
 
 
 def reward_of(values: dict) -> Reward:
@@ -1053,14 +1058,14 @@ def columns_of(runs: Sequence[str]) -> dict[str, dict]:
     return columns
 
 
-TOY = {"n": 256, "max_new_tokens": 64, "max_length": 2048, "wave": 128}
+TOY = {"limit": 256, "max_new_tokens": 64, "max_length": 2048, "wave": 128}
 OTHERS = {"max_new_tokens": 1024, "max_length": 16384, "wave": 32}
 FLAGS = dict(
     model=dict(metavar="DIR", help="checkpoint to evaluate: a folder or a hub name"),
     bench=dict(choices=("toy", *BENCHES), default="toy", help="which questions"),
     data=dict(metavar="PATH", help="the benchmark's files; else its hub name is used"),
     out=dict(metavar="DIR", type=Path, default=Path("runs/eval"), help="where results go"),
-    n=dict(type=int, help="only so many questions (toy: 256, and half as many against its prior)"),
+    limit=dict(type=int, help="questions (toy: 256, and half as many against its prior; else all)"),
     shortcut=dict(type=float, default=1.0, help="toy: share of squares that follow the prior"),
     turns=dict(type=int, default=GREEDY.turns, help="how often the policy may speak"),
     temperature=dict(type=float, help="0 is greedy; 1 if --avg-at is above 1"),
@@ -1090,7 +1095,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.out} holds a training run: give --out another folder")
     if args.bench == "toy" and args.data:
         raise ValueError(f"the toy world is drawn, not read: drop --data {args.data}")
-    for name, low in (("n", 1), ("turns", 1), ("temperature", 0), ("avg_at", 1), ("wave", 1)):
+    for name, low in (("limit", 1), ("turns", 1), ("temperature", 0), ("avg_at", 1), ("wave", 1)):
         if (value := getattr(args, name)) is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     if args.avg_at > 1 and not args.temperature:
@@ -1126,7 +1131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.compare:
             return compare_runs(args.compare, args.out)
         check(args)
-        processes = PartialState(timeout=timedelta(days=7))  # the first waits for the slowest
+        cpu = not torch.cuda.is_available()
+        processes = PartialState(cpu, timeout=timedelta(days=7))  # the first wait for the slowest
         samples, own_rules = questions_of(args)
         policy = load_policy(args.model, processes.device, args.max_pixels)
     except (ValueError, FileNotFoundError) as error:
@@ -1171,8 +1177,8 @@ def compare_runs(runs: Sequence[str], out: Path) -> None:
 
 def questions_of(args: argparse.Namespace) -> tuple[Sequence[Sample], list | None]:
     if args.bench == "toy":
-        return load_toy(args.n, args.seed, args.shortcut), None
-    return load_bench(args.bench, args.data, args.n)
+        return load_toy(args.limit, args.seed, args.shortcut), None
+    return load_bench(args.bench, args.data, args.limit)
 
 
 def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:

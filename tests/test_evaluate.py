@@ -448,7 +448,7 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
         (["--model", "m", "--bench", "vstar9"], "invalid choice: 'vstar9'"),
         (["--model", "/no/such/folder"], "no checkpoint in /no/such/folder: expected a folder"),
         (["--model", "m", "--data", "x"], "drop --data x"),
-        (["--model", "m", "--n", "0"], "--n must be at least 1, got 0"),
+        (["--model", "m", "--limit", "0"], "--limit must be at least 1, got 0"),
         (["--model", "m", "--turns", "0"], "--turns must be at least 1, got 0"),
         (["--model", "m", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
         (["--model", "m", "--shortcut", "2"], "shortcut is a share between 0 and 1, got 2.0"),
@@ -474,7 +474,7 @@ def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch
     monkeypatch.setattr(module, "GREEDY", small)
     asked = {}
     monkeypatch.setattr(module, "evaluate", lambda *a, **k: asked.update(k) or evaluate(*a, **k))
-    flags = ["--n", "2", "--turns", "2", "--temperature", "0.5", "--seed", "7"]
+    flags = ["--limit", "2", "--turns", "2", "--temperature", "0.5", "--seed", "7"]
     flags += ["--max-new-tokens", "64", "--max-length", "2048"]
     with scripted(policy, [[LOOK, ANSWER], [SHORT], [ANSWER]]):
         main(["--model", "m", *flags, "--out", str(tmp_path / "deep" / "out")])
