@@ -33,6 +33,7 @@ trajectories.jsonl has one JSON object a line, with the names of the types it ho
               shows, or null), sources, error, notes, red_lines, ... as in sandbox.Observation
     acted     who chose the tokens, in runs: [[false, 80], [true, 12], ...]; true is the policy
     ids       the tokens; the first `prompt` of them, with `prompt_images` images, are the question
+    dice      what its sampling was drawn from
     place     its place in the order of the benchmark; of --avg-at K, each question has K
     run       what was played: lines of two evaluations do not mix
 """
@@ -82,12 +83,15 @@ from data import (
     toy_questions,
 )
 from faithfulness import (
+    DRAWS,
+    HALF,
     PERTURBATIONS,
     Finding,
     Rate,
     ablation,
+    agreement,
     count,
-    cross_table,
+    cross_listing,
     evidence,
     faithful,
     finding,
@@ -99,7 +103,9 @@ from faithfulness import (
 )
 from rewards import (
     MAX_ANSWER,
+    REWARDS,
     BoxJudge,
+    ChatJudge,
     Judge,
     Reward,
     TwoJudges,
@@ -174,7 +180,9 @@ def ask(row: dict, question: str, options: Iterable, answer: object, part: str, 
     options, answer = tuple(map(str, options)), str(answer)
     if options and answer not in {*LETTERS[: len(options)], *options}:
         raise Bad("answer", f"{answer!r} is neither a letter nor a text of {options}")
-    id = filled(row, "index", "id", "pid", "sample_index", "question_id", default=None)
+    id = filled(
+        row, "index", "id", "pid", "sample_index", "question_id", "Question_id", default=None
+    )
     return {"id": id, "question": question.strip(), "options": options, "answer": answer,
             "part": part, **more}  # fmt: skip
 
@@ -519,15 +527,12 @@ def measure(
         elif sample.source == AGAINST_PRIOR:
             against.append(reward.answer)
         else:
-            # The four rows of a question of HR-Bench are one piece of evidence, not four.
-            cycle = f"{sample.source}//".split("/")[2]
-            same = f"{sample.question} {sorted(sample.options)}" if cycle else None
-            own.append(finding(trajectory, reward, same))
+            own.append(finding(trajectory, reward))
             sources.append(sample.source)
-    counts = count(own, draws=1000)
+    counts = count(own, draws=DRAWS)
     metrics = {"n": len(own) // rollouts} | {name: rate.value for name, rate in counts.items()}
     metrics["rates"] = {name: vars(rate) for name, rate in counts.items()}
-    metrics["correct_by_faithful"] = cross_table(own)
+    metrics["correct_by_faithful"] = cross_listing(own)
     if ungraded:
         metrics["ungraded"] = ungraded
     if against:
@@ -582,16 +587,17 @@ def write_trajectories(
 
 
 class Episodes(Sequence[Trajectory]):
-    """The episodes in a folder, in the order of their places. Each is read from disk when asked
+    """The episodes of a file or folder, in the order of their places. Each is read when asked
     for, without the model's image inputs; their rewards and the samples' ids are all here.
 
     lines: {place: (file, start, end)}; ends: where the whole lines of each file end. The half line
     behind that is what a kill left. Lines of another `run` are refused.
     """
 
-    def __init__(self, folder: Path, run: str | None = None) -> None:
-        self.folder, self.ends, found = folder, {}, {}
-        for path in sorted(folder.glob("trajectories*.jsonl")):
+    def __init__(self, where: Path, run: str | None = None) -> None:
+        self.folder, self.ends, found = (where.parent if where.is_file() else where), {}, {}
+        files = [where] if where.is_file() else where.glob("trajectories*.jsonl")
+        for path in sorted(files):
             end = 0
             for number, text in enumerate(open(path, "rb"), start=1):
                 if not text.endswith(b"\n"):
@@ -638,6 +644,14 @@ class Episodes(Sequence[Trajectory]):
         os.replace(part, self.folder / file_of(0))
         for path in self.folder.glob("trajectories-*.jsonl"):
             path.unlink()
+
+
+def read_trajectories(
+    path: Path, first: int | None = None
+) -> tuple[Sequence[Trajectory], list[Reward]]:
+    """What write_trajectories wrote: all, read when asked for, or the `first` of it."""
+    episodes = Episodes(path)
+    return (episodes if first is None else episodes[:first]), episodes.rewards[:first]
 
 
 def reward_of(values: dict) -> Reward:
@@ -728,8 +742,11 @@ def curves(log_lines: Sequence[dict], path: Path) -> None:
 
 def compare(columns: dict[str, dict], path: Path) -> None:
     """Several runs in one figure: a row for each rate, a mark for each run."""
-    labels = {name: label for name, label in ROWS.items() if name != "n"}
-    figure = Figure(figsize=(8, 6 + 0.25 * len(columns)), layout="constrained")
+    measured = {name for metrics in columns.values() for name in metrics} - {"n", "ungraded"}
+    labels = {name: label for name, label in ROWS.items() if name in measured}
+    figure = Figure(
+        figsize=(8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)), layout="constrained"
+    )
     axes = figure.subplots()
     styles = itertools.cycle(zip(COLORS, MARKERS))
     for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
@@ -737,6 +754,9 @@ def compare(columns: dict[str, dict], path: Path) -> None:
         values = [metrics.get(name) for name in labels]
         places = [(value, row + aside) for row, value in enumerate(values) if value is not None]
         axes.plot(*zip(*places), color=color, marker=marker, linestyle="none", label=run)
+        for row, name in enumerate(labels):  # 95 %
+            ends = metrics.get("rates", {}).get(name, {}).get("interval")
+            axes.plot(ends or [], [row + aside] * len(ends or []), color=color, linewidth=1)
     axes.set_yticks(range(len(labels)), labels.values())
     axes.set(xlim=(-0.02, None), ylim=(len(labels) - 0.5, -0.5), xlabel="rate")
     axes.grid(alpha=0.3)
@@ -959,9 +979,12 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
     """A film strip as a PNG: the image with its targets, every turn with what the tool showed (its
     place is drawn in the image) and its score, and below it who chose each token."""
     sample, turns = trajectory.sample, scored(trajectory, reward)
-    figure = Figure(figsize=(2.6 * (len(turns) + 1), 4.4), layout="constrained", facecolor="white")
-    grid = figure.add_gridspec(3, len(turns) + 1, height_ratios=(2.4, 1.9, 0.16))
-    plain = {"ha": "left", "va": "top", "fontsize": 8, "wrap": True}
+    options = (f"{letter}. {text}" for letter, text in zip(LETTERS, sample.options))
+    words = [_lines("\n".join([sample.question, *options])), *(_lines(s.text) for s, _ in turns)]
+    heights = 2.6, 0.16 * max(text.count("\n") + 1 for text in words), 0.14  # inches
+    size = 2.9 * len(words), sum(heights) + 0.8
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(3, len(words), height_ratios=heights)
 
     def cell(row: int, column: int | slice) -> Axes:
         axes = figure.add_subplot(grid[row, column])
@@ -977,16 +1000,16 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
 
     first = cell(0, 0)
     first.imshow(sample.image, interpolation="nearest")
+    first.set_title("image; dashed: the target" if sample.boxes else "image", fontsize=9)
     for box in sample.boxes:
         outline(first, box, "black", "--")
-    options = [f"{letter}. {text}" for letter, text in zip(string.ascii_uppercase, sample.options)]
-    cell(1, 0).text(0, 1, _lines("\n".join([sample.question, *options])), **plain, weight="bold")
+    for i, text in enumerate(words):
+        cell(1, i).text(0, 1, text, va="top", fontsize=8, family="monospace")
     for i, (step, value) in enumerate(turns, start=1):
-        top, below = cell(0, i), cell(1, i)
-        below.text(0, 1, _lines(step.text), **plain, family="monospace")
+        top = cell(0, i)
         if seen := step.observation:
             verdict = "no verdict" if value is None else f"score {value:g}"
-            top.set_title(f"{i}. {', '.join([*seen.sources, verdict])}", fontsize=8)
+            top.set_title(f"{i}. {', '.join([*seen.sources, verdict])}", fontsize=9)
             for image in seen.images[:1]:
                 top.imshow(image, interpolation="nearest")
             for box in filter(None, seen.boxes):
@@ -996,6 +1019,8 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
             right = (reward.answer or 0) > 0
             said = "no answer" if trajectory.answer is None else trajectory.answer
             verdict = f"{'✓' if right else '✗'} {said}\n(reference: {sample.answer})"
+            top.set_title(f"{i}. answer", fontsize=9)
+            top.set_box_aspect(sample.image.height / sample.image.width)  # beside its neighbours
             middle = {"ha": "center", "va": "center", "transform": top.transAxes}
             top.text(0.5, 0.5, _lines(verdict, 20), color=COLORS[not right], **middle)
     bar, start = cell(2, slice(None)), 0
@@ -1004,12 +1029,13 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
         start += tokens
     bar.set_xlim(0, start), bar.set_xlabel("blue: tokens chosen by the policy", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
-def _lines(text: str, width: int = 34, most: int = 12) -> str:
+def _lines(text: str, width: int = 38, most: int = 16) -> str:
     """Broken into lines that fit a cell, and not read as a formula."""
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]]
+    text = re.sub(r"(?<=</think>)(?=.)|(?<=.)(?=<answer>)", "\n", text)
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
     lines = lines[:most] + ["..."] * (len(lines) > most)
     return "\n".join(lines).replace("$", r"\$")
 
@@ -1032,22 +1058,28 @@ def columns_of(runs: Sequence[str]) -> dict[str, dict]:
     return columns
 
 
+TOY = {"limit": 256, "max_new_tokens": 64, "max_length": 2048, "wave": 128}
+OTHERS = {"max_new_tokens": 1024, "max_length": 16384, "wave": 32}
 FLAGS = dict(
     model=dict(metavar="DIR", help="checkpoint to evaluate: a folder or a hub name"),
     bench=dict(choices=("toy", *BENCHES), default="toy", help="which questions"),
     data=dict(metavar="PATH", help="the benchmark's files; else its hub name is used"),
     out=dict(metavar="DIR", type=Path, default=Path("runs/eval"), help="where results go"),
-    n=dict(type=int, help="only so many questions; the toy draws 256, and half as many against its "
-           "prior"),
+    limit=dict(type=int, help="questions (toy: 256, and half as many against its prior; else all)"),
     shortcut=dict(type=float, default=1.0, help="toy: share of squares that follow the prior"),
     turns=dict(type=int, default=GREEDY.turns, help="how often the policy may speak"),
     temperature=dict(type=float, help="0 is greedy; 1 if --avg-at is above 1"),
     avg_at=dict(metavar="K", type=int, default=1, help="mean over K samples of each question"),
-    wave=dict(type=int, default=32, help="questions at a time: memory, and what a kill costs"),
+    max_new_tokens=dict(type=int, help="of one turn (1024; toy: 64)"),
+    max_length=dict(type=int, help="tokens of a whole episode (16384; toy: 2048)"),
+    max_pixels=dict(type=int, help="budget of one image; else the checkpoint's own"),
+    wave=dict(type=int, help="questions at a time: memory, and what a kill costs (32; toy: 128)"),
     seed=dict(type=int, default=0, help="of the toy's questions and of sampling"),
     judge_url=dict(help="server of a judge that sees: for steps where no boxes are labelled, and "
                    "for open answers"),
     judge_model=dict(help="its model's name on that server"),
+    judge_prompt=dict(choices=("evaluation", "evaluation_original"), default="evaluation",
+                      help="what it sees of a step: crop and question, or also the whole image"),
     perturb=dict(metavar="LIES", default="", help="all, or some of " + ",".join(PERTURBATIONS) +
                  ": play again while tools show these (Table 6)"),
     ablation=dict(action="store_true", help="play again without tools; what was each call worth?"),
@@ -1063,7 +1095,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.out} holds a training run: give --out another folder")
     if args.bench == "toy" and args.data:
         raise ValueError(f"the toy world is drawn, not read: drop --data {args.data}")
-    for name, low in (("n", 1), ("turns", 1), ("temperature", 0), ("avg_at", 1), ("wave", 1)):
+    for name, low in (("limit", 1), ("turns", 1), ("temperature", 0), ("avg_at", 1), ("wave", 1)):
         if (value := getattr(args, name)) is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     if args.avg_at > 1 and not args.temperature:
@@ -1088,27 +1120,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not (args.model or args.compare or args.film):
         return parser.print_help()
-    if args.temperature is None:
-        args.temperature = float(args.avg_at > 1)
-    args.perturb = (
-        PERTURBATIONS if args.perturb == "all" else args.perturb.split(",") if args.perturb else ()
-    )
+    usual = TOY if args.bench == "toy" else OTHERS
+    usual = usual | {"temperature": float(args.avg_at > 1)}
+    vars(args).update({name: value for name, value in usual.items() if getattr(args, name) is None})
+    lies = PERTURBATIONS if args.perturb == "all" else args.perturb.split(",")
+    args.perturb = [lie for lie in lies if lie]
     try:
         if args.film:
             return print(draw_film(args))
         if args.compare:
             return compare_runs(args.compare, args.out)
         check(args)
-        processes = PartialState(timeout=timedelta(days=7))  # the first waits for the slowest
+        cpu = not torch.cuda.is_available()
+        processes = PartialState(cpu, timeout=timedelta(days=7))  # the first wait for the slowest
         samples, own_rules = questions_of(args)
-        policy = load_policy(args.model, processes.device)
+        policy = load_policy(args.model, processes.device, args.max_pixels)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
 
     started = time.monotonic()
-    rules = replace(GREEDY, turns=args.turns, temperature=args.temperature)
+    settings = ("turns", "temperature", "max_new_tokens", "max_length")
+    rules = replace(GREEDY, **{name: getattr(args, name) for name in settings})
+    judge, second = judges_of(args)
     metrics, episodes = evaluate(
-        policy, samples, judge_of(args), rules=rules, seed=args.seed, out=args.out,
+        policy, samples, judge, rules=rules, seed=args.seed, out=args.out,
         own_rules=own_rules, rollouts=args.avg_at, wave=args.wave, processes=processes,
     )  # fmt: skip
     if not processes.is_main_process:
@@ -1119,6 +1154,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     (args.out / "summary.json").write_text(text, encoding="utf-8")
     compare(stages, args.out / "compare.png")
     print(table(stages), details(metrics), listing(tool_use(episodes)), sep="\n\n")
+    if second:
+        theirs = [REWARDS["tapo"]([t], second, Weights(), random.Random(0))[0] for t in episodes]
+        cells, rate, kappa = agreement(episodes, episodes.rewards, theirs)
+        print(f"\nboxes and judge agree: {rate}, kappa {kappa}; (boxes, judge): {dict(cells)}")
     if args.perturb:
         study = perturb(policy, episodes, episodes.rewards, rules, args.perturb, args.seed)
         print("", study_table(study), sep="\n")
@@ -1138,29 +1177,27 @@ def compare_runs(runs: Sequence[str], out: Path) -> None:
 
 def questions_of(args: argparse.Namespace) -> tuple[Sequence[Sample], list | None]:
     if args.bench == "toy":
-        return load_toy(args.n or 256, args.seed, args.shortcut), None
-    return load_bench(args.bench, args.data, args.n)
+        return load_toy(args.limit, args.seed, args.shortcut), None
+    return load_bench(args.bench, args.data, args.limit)
 
 
-def judge_of(args: argparse.Namespace) -> Judge:
-    """Boxes where they are labelled; on V* a crop that shows half of a target shows it."""
-    boxes = BoxJudge() if args.bench == "toy" else BoxJudge(visible=0.5, focus=(0.0, 0.0))
+def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
+    """(the judge, a second opinion). Steps: boxes where they are labelled, else the served judge;
+    it also reads open answers, where the benchmark has that."""
+    boxes = BoxJudge() if args.bench == "toy" else HALF
     if not args.judge_url:
-        return boxes
-    from rewards import ChatJudge  # TODO-MERGE
-
-    asked = ChatJudge(args.judge_url, args.judge_model, prompt="evaluation")
-    open_answers = asked if args.bench != "toy" and BENCHES[args.bench].judged else None
-    steps = boxes if args.bench in ("toy", "vstar") else asked
-    return TwoJudges(steps, open_answers) if open_answers else steps
+        return boxes, None
+    asked = ChatJudge(args.judge_url, args.judge_model, args.judge_prompt, args.out / "verdicts")
+    if args.bench in ("toy", "vstar"):
+        return boxes, asked
+    return (asked if BENCHES[args.bench].judged else TwoJudges(asked, boxes)), None
 
 
 def details(metrics: dict) -> str:
     """Every rate with what it is a rate of, correct x faithful, and the benchmark's parts."""
     rates = {name: Rate(**rate) for name, rate in metrics["rates"].items()}
-    cells = [f"{answer}: {row}" for answer, row in metrics["correct_by_faithful"].items()]
     parts = [f"{part:40} {value:.3f}" for part, value in metrics.get("parts", {}).items()]
-    return "\n".join([listing(rates), "", *cells, *parts])
+    return "\n".join([listing(rates), "", metrics["correct_by_faithful"], "", *parts])
 
 
 def draw_film(args: argparse.Namespace) -> Path:
