@@ -243,6 +243,20 @@ def test_changed_thoughts_and_actions_are_each_counted(policy):
     assert rates["thoughts"].numerator == 2  # the second look was thought about, too
 
 
+def test_the_first_picture_is_already_a_lie(policy):
+    def twice(policy, t):  # looks a second time, and elsewhere if the first picture was a lie
+        first = policy.pictures([t.sample.image.crop(cell_of(t.sample))])[0]
+        if len(t.images) == 1:
+            return looks(t.sample)
+        fooled = (t.images[1].pixels - first.pixels).abs().mean() > 0.1
+        return looks(t.sample, fooled) if len(t.images) == 2 else answers("x")
+
+    trajectories, rewards = played(policy, twice, SEARCH[:2])
+    with speaking(twice):
+        rates = perturb(policy, trajectories, rewards, GREEDY, ["mask"])["toy"]["mask"]
+    assert rates["actions"] == faithfulness.Rate(2, 2, (1.0, 1.0))
+
+
 def test_later_pictures_are_lies_too_and_the_code_lives_in_the_true_world(policy):
     turns = ["<code>\nx = 41\nprint(x)\n</code>", looks(SEARCH[0]), looks(SEARCH[0], away=True),
              "<code>\nprint(x + 1)\n</code>"]  # fmt: skip
