@@ -415,12 +415,15 @@ def test_the_ablation_tells_what_only_tools_solve(policy):
     }  # fmt: skip
 
 
-def test_code_does_not_run_in_the_ablation_and_no_answer_is_none(policy):
+def test_code_does_not_run_in_the_ablation_and_no_answer_is_none(policy, monkeypatch):
     (t,), _ = played(policy, reads, SEARCH[:1])
+    rules, play_on = [], faithfulness.play_on
+    monkeypatch.setattr(faithfulness, "play_on", lambda *a: rules.append(a[3]) or play_on(*a))
     with speaking(lambda policy, t: "<code>\nprint(1)\n</code>"):
         (direct,) = without_tools(policy, [t], RULES)
     assert direct.answer is None and direct.ended == "length"
-    assert direct.steps[0].observation.error == "no tools"
+    assert [step.observation.error for step in direct.steps] == ["no tools"]
+    assert rules[0].temperature == 0
 
 
 # What a call is worth
