@@ -86,8 +86,8 @@ def add_up(pairs: Iterable[tuple[Parts, str]], draws: int = 0, seed: int = 0) ->
 
     draws > 0: with percentile bootstrap intervals. Whole clusters are drawn with replacement, since
     plays of one question are no independent evidence; a unit whose cluster is "" stands alone.
-    Draws that leave a rate without denominator do not count for it; one cluster gives no interval.
-    (Of what was always so, or never, a bootstrap learns nothing: its interval has no width.)"""
+    Draws that leave a rate without denominator do not count for it, and what a single cluster says
+    has no interval. (Of what was always so, or never, a bootstrap learns nothing: no width.)"""
     pairs = [(unit, key or i) for i, (unit, key) in enumerate(pairs)]
     if not pairs:
         return {}
@@ -102,7 +102,7 @@ def add_up(pairs: Iterable[tuple[Parts, str]], draws: int = 0, seed: int = 0) ->
     rates = {}
     for r, (name, sums) in enumerate(zip(units[0], amounts.sum(0).tolist())):
         above, below = drawn[drawn[:, r, 1] != 0, r].T
-        known = len(below) and len(place) > 1
+        known = len(below) and np.count_nonzero(grouped[:, r, 1]) > 1
         ends = np.percentile(above / below, (2.5, 97.5)).tolist() if known else None
         rates[name] = Rate(*sums, ends and tuple(ends))
     return rates

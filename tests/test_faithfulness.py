@@ -294,6 +294,8 @@ def test_intervals_repeat_with_their_seed_and_are_absent_where_nothing_can_be_dr
     assert count(findings)["accuracy"].interval is None
     assert count(findings, draws=50)["direct_accuracy"].interval is None  # 0 of 0
     assert count([replace(f, cluster="q") for f in findings], draws=50)["accuracy"].interval is None
+    lone = [*findings, made(1.0, search=False)]  # the only question that needs no search
+    assert count(lone, draws=50)["direct_accuracy"] == Rate(1, 1)
 
 
 def test_the_cycles_of_a_question_are_one_question():

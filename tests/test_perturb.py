@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ANSWER, LOOK, RULES, SHORT, fresh_logits, scripted
+from conftest import ANSWER, LOOK, PRINT, RULES, SHORT, fresh_logits, scripted
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -462,10 +462,8 @@ def test_evidence_and_decision_values_by_hand(policy, monkeypatch):
     }  # fmt: skip
 
 
-def test_calls_that_no_other_crop_can_replace_are_not_measured(policy):
-    def reply(policy, t):
-        return answers("x") if t.steps else crop_turn(" look", (0, 0, 256, 256))
-
-    trajectories, rewards = played(policy, reply, SEARCH[:1])
+@pytest.mark.parametrize("call", [crop_turn(" look", (0, 0, 256, 256)), PRINT])
+def test_calls_that_no_other_crop_can_replace_are_not_measured(policy, call):
+    trajectories, rewards = played(policy, lambda p, t: answers("x") if t.steps else call)
     got = evidence(policy, trajectories, rewards, GREEDY)
     assert got["measured"].value == 0 and got["evidence value"].value is None
