@@ -113,10 +113,10 @@ WORDS = {  # id, question, options, answer, part
     "vstar, tsv": ("7", "Which one?", ("red", "blue", "green"), "B", "relative_position"),
     "hrbench, tsv": ("12", "Which one?", ("red", "blue", "green"), "C", "FCP"),
     "mme, tsv": ("5", "Which one?", ("red", "blue", "green"), "A", "Perception"),
-    "mme, parquet": (5, "Which one?", ("red", "blue (dark)"), "B", "Reasoning"),
+    "mme, parquet": ("5", "Which one?", ("red", "blue (dark)"), "B", "Reasoning"),
     "mme, json": ("x/1", "Which one?", ("red", "blue"), "A", "Perception"),
     "vlmblind, tsv": ("0", "How many? e.g. {3}", (), "4", "Nested Squares"),
-    "vlmblind, hub": (None, "How many? e.g. {3}", (), "4", "Nested Squares"),
+    "vlmblind, hub": ("", "How many? e.g. {3}", (), "4", "Nested Squares"),
     "mathvista, choice": ("1", "Larger?", ("yes", "no"), "no", "figure question answering"),
     "mathvista, float": ("2", "How long? (Unit: m)\nAnswer with a number with 1 decimals.", (),
                          "1.20", "geometry problem solving"),
@@ -127,7 +127,7 @@ WORDS = {  # id, question, options, answer, part
     "mathverse, tsv": ("11", "x?", (), "y=2", "Vision Dominant"),
     "mathvision": ("4", "What?", (), "\\frac{1}{2}", "algebra"),
     "mathvision, tsv": ("5", "Which?", ("A", "B", "C"), "C", "counting"),
-    "charxiv, hub": (None, "Which falls?", (), "the red one", "reasoning"),
+    "charxiv, hub": ("", "Which falls?", (), "the red one", "reasoning"),
     "charxiv, tsv": ("1", "How many lines?", (), "5", "descriptive"),
     "mmmu, choice": (
         "validation_Art_Theory_3",
@@ -185,7 +185,7 @@ def test_a_tsv_is_loaded_lazily_and_its_bad_row_is_named(tmp_path):
     assert len(samples) == 2 and rules == [None, None]  # the broken picture was not looked at
     sample = samples[0]
     assert sample.image.size == (40, 30) and sample.kind == "search"
-    assert (sample.id, sample.source) == ("hrbench4k-0", "hrbench4k/FCP/3")
+    assert (sample.id, sample.source) == ("hrbench4k-0-0", "hrbench4k/FCP/3")
     with pytest.raises(ValueError, match=r"hrbench4k .*hr\.tsv\): row 1: "):
         samples[1]
     rows[1]["answer"] = "Z"
