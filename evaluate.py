@@ -108,7 +108,6 @@ from rewards import (
     ChatJudge,
     Judge,
     Reward,
-    TwoJudges,
     Weights,
     area,
     final_answer,
@@ -1132,7 +1131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return compare_runs(args.compare, args.out)
         check(args)
         cpu = not torch.cuda.is_available()
-        processes = PartialState(cpu, timeout=timedelta(days=7))  # the first wait for the slowest
+        processes = PartialState(cpu, timeout=timedelta(days=7))  # the first waits for the last
         samples, own_rules = questions_of(args)
         policy = load_policy(args.model, processes.device, args.max_pixels)
     except (ValueError, FileNotFoundError) as error:
@@ -1153,19 +1152,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = json.dumps(summary | {"stages": stages}, indent=2)
     (args.out / "summary.json").write_text(text, encoding="utf-8")
     compare(stages, args.out / "compare.png")
-    print(table(stages), details(metrics), listing(tool_use(episodes)), sep="\n\n")
+    print(table(stages), details(metrics), sep="\n\n")
+    studies(args, policy, rules, episodes, second)
+    print(report(args.out, stages))
+
+
+def studies(
+    args: argparse.Namespace, policy: Policy, rules: Rules, episodes: Episodes, second: Judge | None
+) -> None:
+    """What faithfulness.py can say of the episodes beyond rates: on the screen as it comes, and in
+    studies.json."""
+    found, rewards = {"tool_use": tool_use(episodes)}, episodes.rewards
+    print("", listing(found["tool_use"]), "", sep="\n")
     if second:
         theirs = [REWARDS["tapo"]([t], second, Weights(), random.Random(0))[0] for t in episodes]
-        cells, rate, kappa = agreement(episodes, episodes.rewards, theirs)
-        print(f"\nboxes and judge agree: {rate}, kappa {kappa}; (boxes, judge): {dict(cells)}")
+        cells, agree, kappa = agreement(episodes, rewards, theirs)
+        found["judges"] = {"agree": agree, "kappa": kappa}
+        print(f"boxes and judge agree: {agree}, kappa {kappa}; (boxes, judge): {dict(cells)}\n")
     if args.perturb:
-        study = perturb(policy, episodes, episodes.rewards, rules, args.perturb, args.seed)
-        print("", study_table(study), sep="\n")
+        found["perturb"] = perturb(policy, episodes, rewards, rules, args.perturb, args.seed)
+        print(study_table(found["perturb"]), end="\n\n")
     if args.ablation:
-        direct = without_tools(policy, episodes, rules)
-        worth = evidence(policy, episodes, episodes.rewards, rules, seed=args.seed)
-        print("", listing(ablation(episodes, direct)), "", listing(worth), sep="\n")
-    print("", report(args.out, stages), sep="\n")
+        found["ablation"] = ablation(episodes, without_tools(policy, episodes, rules))
+        found["evidence"] = evidence(policy, episodes, rewards, rules, seed=args.seed)
+        print(listing(found["ablation"]), "", listing(found["evidence"]), "", sep="\n")
+    text = json.dumps(found, indent=2, default=vars)
+    (args.out / "studies.json").write_text(text, encoding="utf-8")
 
 
 def compare_runs(runs: Sequence[str], out: Path) -> None:
@@ -1186,11 +1198,16 @@ def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
     it also reads open answers, where the benchmark has that."""
     boxes = BoxJudge() if args.bench == "toy" else HALF
     if not args.judge_url:
+        if args.bench != "toy" and BENCHES[args.bench].judged:
+            print(
+                f"{args.bench} asks a judge about open answers: without --judge-url, rules decide"
+            )
         return boxes, None
     asked = ChatJudge(args.judge_url, args.judge_model, args.judge_prompt, args.out / "verdicts")
     if args.bench in ("toy", "vstar"):
         return boxes, asked
-    return (asked if BENCHES[args.bench].judged else TwoJudges(asked, boxes)), None
+    bench = BENCHES[args.bench]
+    return (asked if bench.judged or bench.kind == "search" else boxes), None
 
 
 def details(metrics: dict) -> str:
@@ -1204,9 +1221,11 @@ def draw_film(args: argparse.Namespace) -> Path:
     episodes = Episodes(Path(args.film))
     if not len(episodes):
         raise ValueError(f"no trajectories.jsonl with episodes in {args.film}")
-    pairs = [*zip(episodes, episodes.rewards)] if args.episode is None else []
-    good = (i for i, (t, r) in enumerate(pairs, 1) if r.right and faithful(finding(t, r)))
-    at = (args.episode or next(good, 1)) - 1
+    pairs = enumerate(zip(episodes, episodes.rewards), start=1)
+    good = (i for i, (t, r) in pairs if r.right and faithful(finding(t, r)))
+    at = (next(good, 1) if args.episode is None else args.episode) - 1
+    if not 0 <= at < len(episodes):
+        raise ValueError(f"--episode is 1 to {len(episodes)}, got {args.episode}")
     film(episodes[at], episodes.rewards[at], args.out / "film.png")
     return args.out / "film.png"
 
