@@ -290,13 +290,13 @@ def test_runs_are_compared_in_one_table_and_one_figure(tmp_path, capsys):
 
 
 def test_a_figure_shows_how_sure_a_rate_is(tmp_path):
-    def blue(interval):
+    def coloured(interval):
         metrics = {"faithful": 0.5, "rates": {"faithful": {"interval": interval}}}
         compare({"a": metrics}, tmp_path / "compare.png")
-        pixels = np.asarray(Image.open(tmp_path / "compare.png").convert("RGB"))
-        return (pixels == (0, 114, 178)).all(-1).sum()
+        pixels = np.asarray(Image.open(tmp_path / "compare.png").convert("RGB"), int)
+        return (np.ptp(pixels, axis=-1) > 40).sum()
 
-    none, narrow, wide = map(blue, (None, (0.45, 0.55), (0.1, 0.9)))
+    none, narrow, wide = map(coloured, (None, (0.45, 0.55), (0.1, 0.9)))
     assert none < narrow < wide
 
 
