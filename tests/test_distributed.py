@@ -39,8 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FAST = [[RED], [ANSWER], [RED]]
 SLOW = [[LOOK, PRINT, RED], [TWO, LOOK, ANSWER], [RED]]
 A = torch.tensor([[0.75, -0.25, -0.5], [1.0, -0.5, -0.5], [0.2, 0.3, -0.5], [0.0, 1.0, -1.0]])
+# fmt: off
 SHORT = ["--sft-steps", "8", "--sft-demos", "40", "--rl-steps", "3", "--questions", "4",
-         "--rollouts", "4", "--eval-questions", "8", "--save-every", "2", "--sft-lr", "8e-3"]  # fmt: skip
+         "--rollouts", "4", "--eval-questions", "8", "--save-every", "2", "--sft-lr", "8e-3"]
+# fmt: on
 OBJECTIVES = {
     "one micro-batch": dict(),
     "many, of unequal number": dict(row_tokens=150),
