@@ -38,6 +38,7 @@ import json
 import os
 import random
 import re
+import reprlib
 import struct
 import sys
 from collections import Counter
@@ -47,13 +48,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from sandbox import Observation
+
+if TYPE_CHECKING:
+    from rollout import Policy, Rules  # which import this module
 
 Box = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels; x1 and y1 are exclusive
 
@@ -103,538 +107,6 @@ def upright_rgb(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
     return image.convert("RGB")
-
-
-# Public data sets: rows, images, samples
-
-SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".tsv": "csv", ".csv": "csv"}
-PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # the formats we let PIL open
-
-
-class Rows(Sequence):
-    """The rows of one or several files, as dicts, read from disk when asked for. Image cells stay
-    as they are stored; `folder` is what relative paths in them start from."""
-
-    def __init__(self, tables: list, folder: Path) -> None:
-        self.tables, self.folder = tables, folder
-        self.ends = list(accumulate(map(len, tables)))
-
-    def __len__(self) -> int:
-        return self.ends[-1]
-
-    def __getitem__(self, i):
-        i = range(len(self))[i]  # IndexError, negative numbers, slices
-        if isinstance(i, range):
-            return [self[k] for k in i]
-        t = bisect.bisect_right(self.ends, i)
-        return self.tables[t][i - self.ends[t]]  # counted from the end of its table
-
-
-def read_rows(where: str | Path, split: str | None = None) -> Rows:
-    """A parquet, jsonl, json, tsv or csv file, a folder of them, or a data set on the hub.
-
-    split: of a folder or the hub, only files (or folders) whose name begins with this word; it may
-    also be written behind a colon, as in "Kwai-Keye/Thyme-SFT:wo_thinking". Where a folder holds
-    files of several kinds, those of the first kind above count. Cells of tsv and csv are text,
-    empty ones "".
-    """
-    where = str(where)
-    if split is None and ":" in where and not Path(where).exists():
-        where, split = where.rsplit(":", 1)
-    root = Path(where) if Path(where).exists() else _download(where, split)
-    if root.is_file():
-        return Rows([_table(root)], root.parent)
-    begins = re.compile(re.escape(split or "") + ("(?![a-z0-9])" if split else ""))
-    for suffix in SUFFIXES:
-        inside = [file.relative_to(root) for file in sorted(root.rglob("*" + suffix))]
-        files = [f for f in inside if not f.parts[0].startswith(".")
-                 and any(begins.match(part) for part in f.parts)]  # fmt: skip
-        if files:
-            return Rows([_table(root / file) for file in files], root)
-    named = f" whose name begins with {split!r}" if split else ""
-    raise FileNotFoundError(f"no {', '.join(SUFFIXES)} file{named} in {root}")
-
-
-def _download(name: str, split: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is None:
-        raise FileNotFoundError(f"no data in {name}: neither a file, a folder nor a hub name (a/b)")
-    try:
-        patterns = split and [f"{split}*", f"*/{split}*"]
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
-    except OSError as error:
-        raise FileNotFoundError(
-            f"no data set {name!r}: it is no file or folder here, and the hub does not give it "
-            f"({str(error).splitlines()[0]}). Check name, network and licence, or give a local path"
-        ) from error
-
-
-def _table(file: Path):
-    """One file as a `datasets.Dataset` (a memory-mapped copy in its cache), nothing decoded."""
-    import datasets  # here: it takes seconds, which the toy need not spend
-
-    if (kind := SUFFIXES.get(file.suffix)) is None:
-        raise ValueError(f"{file}: expected a file that ends in one of {', '.join(SUFFIXES)}")
-    options = {}
-    if kind == "csv":  # text throughout: no 007 -> 7, no option "None" -> missing
-        import pandas
-
-        options = dict(sep="\t" if file.suffix == ".tsv" else ",", keep_default_na=False)
-        names = pandas.read_csv(file, sep=options["sep"], nrows=0).columns
-        options["features"] = datasets.Features({n: datasets.Value("string") for n in names})
-        options["chunksize"] = 50  # rows in memory: a picture of 8K is 20 MB of base64
-    if file.stat().st_size == 0:
-        raise ValueError(f"{file} is empty")
-    try:
-        path = glob.escape(str(file.absolute()))
-        table = datasets.load_dataset(kind, data_files=path, split="train", **options)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"{file} cannot be read as {file.suffix}: {error.__cause__}") from error
-
-    def leave_undecoded(feature) -> None:
-        if isinstance(feature, dict):
-            for inner in feature.values():
-                leave_undecoded(inner)
-        elif isinstance(feature, datasets.Image):
-            feature.decode = False
-        elif hasattr(feature, "feature"):  # a list
-            leave_undecoded(feature.feature)
-
-    leave_undecoded(table.info.features)  # (table.features is a copy)
-    return table
-
-
-def read_image(cell: object, folder: Path | str | None = None) -> Image.Image:
-    """Any public form of an image cell, made upright, opaque and RGB: a PIL image, bytes, a dict
-    with "bytes" or "path", a path (relative to `folder`), base64, a data URL, or a list of one of
-    these. ValueError says what came instead.
-    """
-    source = cell if isinstance(cell, Image.Image) else io.BytesIO(image_bytes(cell, folder))
-    try:
-        if not isinstance(source, Image.Image):
-            source = Image.open(source, formats=PICTURES)
-        source.load()
-        return upright_rgb(source)
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error,
-            Image.DecompressionBombError) as error:  # fmt: skip
-        what = "a broken image" if str(error).startswith(("image file", "broken")) else "no image"
-        raise ValueError(f"{what}, in {_form(cell)}: {error}") from error
-
-
-def image_bytes(cell: object, folder: Path | str | None = None) -> bytes:
-    """The encoded image that a cell holds or names (see read_image)."""
-    if isinstance(cell, Image.Image):
-        cell.save(png := io.BytesIO(), "PNG")
-        return png.getvalue()
-    if isinstance(cell, dict):  # both may be there: the path then only says where it came from
-        cell = cell.get("bytes") or cell.get("path")
-    if isinstance(cell, list | tuple):
-        if len(cell) != 1:
-            raise ValueError(f"expected one image, got a list of {len(cell)}")
-        return image_bytes(cell[0], folder)
-    if isinstance(cell, bytes) and cell:
-        return cell
-    if not isinstance(cell, str) or not cell.strip():
-        raise ValueError(f"expected an image, got {_form(cell)}")
-    path = os.path.join(folder or "", cell.removeprefix("file://"))
-    if os.path.isfile(path):  # False also for text that can be no path
-        return Path(path).read_bytes()
-    text = re.sub(r"^data:[^,]*,|\s", "", cell)
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except binascii.Error:
-        at = f" in {folder}" if folder else ""
-        raise ValueError(f"no file {cell[:200]!r}{at}, nor is that base64") from None
-
-
-def _form(cell: object) -> str:
-    """A cell in a few words, for errors."""
-    if isinstance(cell, list | tuple) and len(cell) == 1:
-        return f"a list of {_form(cell[0])}"
-    if isinstance(cell, dict):
-        return "a dict of " + (", ".join(k for k, v in cell.items() if v is not None) or "nothing")
-    if isinstance(cell, str) and cell:
-        return f"the text {cell[:60]!r}" + "..." * (len(cell) > 60)
-    size = f" of {len(cell)}" if isinstance(cell, bytes | str | list | tuple) else ""
-    return "nothing" if cell is None else type(cell).__name__ + size
-
-
-# Questions for stage 2
-
-# Where the public schemas keep what a Sample needs; the first column that holds something counts.
-# verl's form (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), and what our filters write.
-COLUMNS = {
-    "image": ("images", "image"),
-    "question": ("extra_info.question", "question", "problem", "prompt", "messages"),
-    "answer": ("reward_model.ground_truth", "answer", "ground_truth", "solution"),
-    "source": ("data_source", "source", "dataset"),
-}
-
-# A sample's kind follows its source (paper: rewards differ by task type; how samples are typed is
-# not printed, so the words are ours). A source without any of them is "search", and --describe says
-# so: the judge is asked, as it is for most of the paper's data.
-KINDS = {"thinklite": "neutral", "geo": "neutral", "math": "neutral", "tabmwp": "neutral",
-         "vstar": "search", "chart": "search", "arxivqa": "search"}  # fmt: skip
-
-
-class Bad(ValueError):
-    """What is wrong with one field of one row."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field, self.reason = field, reason
-
-
-class Skipped(NamedTuple):
-    row: int  # from 0, over all files
-    field: str
-    reason: str
-
-
-T = TypeVar("T")
-
-
-class Lazy(Sequence[T]):
-    """make(key) for every key, each time it is asked for: the pictures of 50,000 questions fit in
-    no memory. A slice is Lazy too."""
-
-    def __init__(self, make: Callable[..., T], keys: Sequence) -> None:
-        self.make, self.keys = make, keys
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __getitem__(self, i):
-        chosen = self.keys[i]
-        return Lazy(self.make, chosen) if isinstance(i, slice) else self.make(chosen)
-
-
-class Usable(Lazy[T]):
-    """What the usable ones of `total` rows become; `skipped` lists the others. Every row is tried
-    once, at the start, so that training meets no surprise: check(i) raises Bad if row i cannot be
-    used, make(i) makes it. len(self) and len(self.skipped) sum to `total`; on_bad="stop" raises
-    ValueError at the first bad row instead."""
-
-    def __init__(
-        self, total: int, check: Callable[[int], object], make: Callable[[int], T],
-        on_bad: str, title: str,
-    ) -> None:  # fmt: skip
-        if on_bad not in ("skip", "stop"):
-            raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
-        good, self.skipped = list[int](), list[Skipped]()
-        super().__init__(make, good)
-
-        def tried(i: int) -> Skipped | None:
-            try:
-                check(i)
-            except Bad as bad:
-                return Skipped(i, bad.field, bad.reason)
-
-        with ThreadPoolExecutor(8) as pool:  # decoding images lets other threads run
-            found = pool.map(tried, range(total))
-            for i, bad in enumerate(tqdm(found, title, total, mininterval=5, disable=total < 100)):
-                if bad and on_bad == "stop":
-                    pool.shutdown(cancel_futures=True)
-                    raise ValueError(f"{title}: row {i}, {bad.field}: {bad.reason}")
-                (self.skipped if bad else good).append(bad or i)
-
-
-def load_rl(
-    where: str | Path, on_bad: str = "skip", fits: Callable[[Sample], object] | None = None
-) -> Usable[Sample]:
-    """Rows in one of the public schemas, as Samples whose image is decoded when asked for.
-
-    fits: raises ValueError for a sample that is too long to play, such as
-    lambda s: check_fits(policy, s, policy.encode_prompt(s, pixels=False), rules)
-    """
-    rows = read_rows(where)
-
-    def sample(i: int) -> Sample:
-        return rl_sample(rows[i], i, rows.folder)
-
-    def check(i: int) -> None:
-        made = sample(i)
-        try:
-            if fits:
-                fits(made)
-        except ValueError as error:
-            raise Bad("length", str(error)) from error
-
-    return Usable(len(rows), check, sample, on_bad, str(where))
-
-
-def rl_sample(row: dict, number: int, folder: Path) -> Sample:
-    """Raises Bad, which names the field."""
-    cell, question, answer = (cell_of(row, field) for field in ("image", "question", "answer"))
-    source = str(cell_of(row, "source", default="") or "")
-    if isinstance(question, list):  # a conversation: what its user said last
-        said = [t.get("content") for t in question if isinstance(t, dict) and t["role"] == "user"]
-        question = said[-1] if said else None
-        if isinstance(question, list):
-            question = "".join(part.get("text") or "" for part in question)
-    if not isinstance(question, str) or not (question := plain_question(question)):
-        raise Bad("question", f"expected a text, got {_form(question)}")
-    if isinstance(answer, bool | list | dict):
-        raise Bad("answer", f"expected a text or a number, got {answer!r}")
-    answer = re.sub(r"(?s)^.*<answer>(.*)</answer>.*$", r"\1", str(answer)).strip()
-    options = tuple(map(str, row.get("options") or ()))
-    choices = [*LETTERS[: len(options)], *map(str.upper, options)]
-    if not answer or options and answer.upper() not in choices:
-        raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
-    if (kind := row.get("kind") or kind_of(source)[0]) not in ("search", "neutral"):
-        raise Bad("kind", f"is 'search' or 'neutral', got {kind!r}")
-    try:
-        image = read_image(cell, folder)
-        return Sample(
-            id=row.get("id") or f"{source or 'row'}-{number}",
-            image=image,
-            question=question,
-            answer=answer,
-            options=options,
-            kind=kind,
-            boxes=tuple(map(tuple, row.get("boxes") or ())),
-            source=source,
-        )
-    except ValueError as error:
-        raise Bad("image", str(error)) from error
-
-
-def cell_of(row: dict, field: str, **default):
-    """The first cell of COLUMNS[field] that holds something."""
-    for column in COLUMNS[field]:
-        cell: object = row
-        for name in column.split("."):
-            cell = cell.get(name) if isinstance(cell, dict) else None
-        if cell not in (None, "", []):
-            return cell
-    if default:
-        return default["default"]
-    raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
-
-
-def plain_question(text: str) -> str:
-    """Without image placeholders and the metadata lines, which `messages` writes anew."""
-    return re.split(r"\n[\s*]*#+ \W*(?:User Image|Output Format)", text.replace("<image>", ""))[
-        0
-    ].strip()
-
-
-def kind_of(source: str) -> tuple[str, bool]:
-    """(kind, do we know it?) of a data source."""
-    known = [kind for word, kind in KINDS.items() if word in plain_name(source)]
-    return (known[0], True) if known else ("search", False)
-
-
-def plain_name(source: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", source.lower())
-
-
-# The paper's filters (Sec. on RL data): sources, labels, difficulty
-
-EXTERNAL = ("okvqa",)  # sources whose questions need knowledge that no image holds; the one printed
-
-
-@dataclass(frozen=True)
-class Verdict:
-    word: str  # keep, drop, unsure, or "no verdict"
-    reason: str
-
-
-def by_source(rows: Rows, keys: Sequence[int], external: Sequence[str] = EXTERNAL) -> list[Verdict]:
-    """Drop sources of external knowledge. keys: the rows to look at."""
-    sources = [str(cell_of(rows[k], "source", default="")) for k in keys]
-    return [Verdict("drop" if is_external(s, external) else "keep", f"source {s}") for s in sources]
-
-
-def is_external(source: str, external: Sequence[str]) -> bool:
-    return any(word in plain_name(source) for word in external)
-
-
-def by_label(samples: Sequence[Sample], judge, record: Path) -> list[Verdict]:
-    """Is the label right? judge: a rewards.ChatJudge, or anything with its check_label. A person
-    settles what it left "unsure": edit the word in the record and run the filter again."""
-
-    def ask(asked: list[Sample]) -> list[dict | None]:
-        with ThreadPoolExecutor(judge.concurrency) as pool:
-            told = pool.map(judge.check_label, asked)
-            return [said and dict(zip(("verdict", "reason"), said)) for said in told]
-
-    lines = asked_once(samples, ask, {"judge": judge.model}, record, batch=8 * judge.concurrency)
-    return [Verdict(x["verdict"], x["reason"]) if x else UNASKED for x in lines]
-
-
-def by_difficulty(
-    samples: Sequence[Sample], policy, record: Path, name: str, n: int = 8,
-    max_accuracy: float = 0.9, rules=None, answer_judge=None, batch: int = 16, seed: int = 0,
-) -> list[Verdict]:  # fmt: skip
-    """Drop what the model answers right in more than max_accuracy of n tries: with the paper's 8
-    and 0.9 that is 8 of 8. What it never answers right stays, as in the paper."""
-    import torch
-
-    from rewards import BoxJudge, Weights, score
-    from rollout import Rules, play
-
-    def ask(asked: list[Sample]) -> list[dict | None]:
-        torch.manual_seed(seed)  # play draws from it and the sample's id: batches do not matter
-        groups = play(policy, asked, n, rules or Rules())
-        graded = score(groups, "accuracy", BoxJudge(), Weights(), random.Random(0), answer_judge)
-        told = [[reward.answer for reward in group] for group in graded]
-        return [None if None in of_one else {"right": int(sum(of_one))} for of_one in told]
-
-    setting = {"model": name, "n": n, "seed": seed}
-    lines = asked_once(samples, ask, setting, record, batch)
-    return [
-        Verdict("drop" if x["right"] / n > max_accuracy else "keep", f"{x['right']} of {n} right")
-        if x else UNASKED for x in lines
-    ]  # fmt: skip
-
-
-UNASKED = Verdict("no verdict", "not asked yet, or no answer came: run the same command again")
-
-
-def asked_once(
-    samples: Sequence[Sample], ask: Callable[[list[Sample]], list[dict | None]], setting: dict,
-    record: Path, batch: int,
-) -> list[dict | None]:  # fmt: skip
-    """ask(samples) -> what was found of each, or None for nothing. Every finding becomes a line of
-    `record` at once, and is not asked for again: neither after a crash, nor by another run.
-
-    Under torchrun or accelerate launch every process asks about its own part and writes a record
-    of its own; whoever comes later reads them all.
-    """
-    rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1)))
-    own = record.with_suffix(f".{rank}.jsonl") if world > 1 else record
-    own.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, dict] = {}
-    with open(own, "ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)  # a line that a crash cut short
-        for part in sorted({own, record, *record.parent.glob(record.stem + ".*.jsonl")}):
-            written = part.read_bytes() if part.exists() else b""
-            for line in map(json.loads, written[: written.rfind(b"\n") + 1].splitlines()):
-                if line["setting"] != setting:
-                    raise ValueError(
-                        f"{part} was made with {line['setting']}, and this is {setting}: give "
-                        f"another --out, or delete it"
-                    )
-                known[line["key"]] = line
-        found: list[dict | None] = []
-        bar = tqdm(total=len(samples), desc=record.stem, mininterval=5)
-        for start in range(0, len(samples), batch):
-            some = list(samples[start : start + batch])
-            keys = [fingerprint(sample) for sample in some]
-            mine = [k for k in range(len(some)) if (start + k) % world == rank]
-            todo = [k for k in mine if keys[k] not in known]
-            for k, finding in zip(todo, ask([some[k] for k in todo]) if todo else ()):
-                if finding is not None:
-                    told = dict(id=some[k].id, question=some[k].question, answer=some[k].answer)
-                    known[keys[k]] = told | finding | dict(setting=setting, key=keys[k])
-                    text = json.dumps(known[keys[k]], ensure_ascii=False)
-                    file.write(text.encode() + b"\n")
-            file.flush()
-            found += [known.get(key) for key in keys]
-            bar.update(len(some))
-    bar.close()
-    return found
-
-
-def fingerprint(sample: Sample) -> str:
-    asked = repr((sample.question, sample.options, sample.answer, sample.image.size))
-    return hashlib.sha256(asked.encode() + sample.image.tobytes()).hexdigest()[:32]
-
-
-def write_sieved(
-    out: Path, samples: Usable[Sample], rows: Rows, verdicts: list[Verdict]
-) -> Counter:
-    """What to keep as `out`, a parquet file that load_rl reads, with the images' own bytes; and
-    beside it, as .txt, a list for people of all that was not kept, and why."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    texts = {name: pa.string() for name in ("id", "question", "answer", "kind", "data_source")}
-    lists = {"options": pa.list_(pa.string()), "boxes": pa.list_(pa.list_(pa.int64()))}
-    image = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()})}
-    schema = pa.schema(texts | lists | image)
-    others: dict[str, list[str]] = {}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with pq.ParquetWriter(part := out.with_suffix(".part"), schema) as writer:
-        lines = []
-        for i, verdict in enumerate(verdicts):
-            s, row = samples[i], rows[samples.keys[i]]
-            if verdict.word == "keep":
-                cell = {"bytes": image_bytes(cell_of(row, "image"), rows.folder)}
-                lines.append(dict(id=s.id, image=cell, question=s.question, answer=s.answer,
-                                  options=s.options, kind=s.kind, boxes=s.boxes,
-                                  data_source=s.source))  # fmt: skip
-            else:
-                said = f"{s.id}  {verdict.reason}\n    {s.question!r}  answer: {s.answer!r}\n"
-                others.setdefault(verdict.word, []).append(said)
-            if len(lines) == 50 or i + 1 == len(verdicts):
-                writer.write_table(pa.Table.from_pylist(lines, schema))
-                lines = []
-    os.replace(part, out)
-    counts = Counter(verdict.word for verdict in verdicts)
-    text = "".join(f"\n{word}: {counts[word]}\n\n{''.join(said)}" for word, said in others.items())
-    text += f"\nunusable: {len(samples.skipped)}\n\n"
-    text += "".join(f"row {bad.row}, {bad.field}: {bad.reason}\n" for bad in samples.skipped)
-    out.with_suffix(".txt").write_text(f"keep: {counts['keep']}\n{text}")
-    return counts
-
-
-# What does a data set hold?
-
-
-def describe(where: str, policy=None, rules=None) -> str:
-    """Rows, sources, kinds, answers, image sizes, lengths, and the rows that would be left out.
-    Lengths need a policy, whose image processor holds the pixel budget; not its weights."""
-    from rollout import Rules, check_fits
-    from sft import load_thyme
-
-    rules, columns = rules or Rules(), list(read_rows(where)[0])
-    if "response" in columns:
-        if policy is None:
-            raise ValueError("demonstrations are read by their tokens: give --model")
-        usable, _ = load_thyme(policy, where, "all", rules)
-        played = (usable.make(k, pixels=False) for k in usable.keys)
-        items = ((t.sample, len(t.ids), len(t.steps) - 1) for t in played)
-    else:
-        encode = policy and (lambda s: policy.encode_prompt(s, pixels=False))
-        fits = policy and (lambda s: check_fits(policy, s, encode(s), rules))
-        usable = load_rl(where, fits=fits)
-        items = ((s, len(encode(s).ids) if policy else 0, None) for s in usable)
-
-    kinds, answers, programs = Counter(), Counter(), Counter()
-    tokens, sizes = list[int](), list[tuple[int, str]]()
-    for sample, length, ran in tqdm(items, where, len(usable), mininterval=5, leave=False):
-        width, height = sample.image.size
-        sizes.append((width * height, f"{width}x{height}"))
-        tokens.append(length)
-        programs[ran] += 1
-        assumed = "" if kind_of(sample.source)[1] or ran is not None else ", assumed"
-        dropped = ", external knowledge" * is_external(sample.source, EXTERNAL)
-        kinds[f"{sample.source or 'not named'} ({sample.kind}{assumed}{dropped})"] += 1
-        form = {r"\(?[A-Z]\)?": "letters", r"[-+]?[\d.,]+%?": "numbers", r"[\s\S]*": "texts"}
-        answers[next(word for p, word in form.items() if re.fullmatch(p, sample.answer))] += 1
-
-    def spread(values: list) -> str:
-        at = {"least": 0, "middle": len(values) // 2, "95 %": len(values) * 95 // 100, "most": -1}
-        return ", ".join(f"{word} {sorted(values)[i]}" for word, i in at.items() if values)
-
-    budget = policy and policy.image_processor.size["longest_edge"]
-    lines = [
-        f"rows      {len(usable)} usable + {len(usable.skipped)} left out",
-        f"columns   {', '.join(columns)}",
-        *(f"source    {name}: {n}" for name, n in kinds.most_common()),
-        "answers   " + ", ".join(f"{n} {word}" for word, n in answers.most_common()),
-        "images    " + spread(sizes),
-        *(f"programs  {n} in {programs[n]} rows" for n in sorted(programs) if n is not None),
-        f"tokens    {spread(tokens)}, with at most {budget} pixels an image"
-        if policy
-        else "tokens    give --model (and --max-pixels) to see lengths",
-        *(f"left out  row {bad.row}, {bad.field}: {bad.reason}" for bad in usable.skipped),
-    ]
-    return "\n".join(lines)
 
 
 # The words of the game: a prompt, an observation, and what counts as an action
@@ -915,18 +387,527 @@ def answer_turn(thought: str, answer: str) -> str:
     return f"<think>{thought}</think><answer>{answer}</answer>"
 
 
-def demo() -> str:
-    lines = []
-    for demo in demonstrations(4, seed=0):
-        lines.append(f"{demo.sample.id}  {demo.sample.question}  (answer: {demo.sample.answer})")
-        lines.append(f"  {demo.route}: " + "  ->  ".join(demo.turns).replace("\n", "\\n"))
-    overview = [
-        np.asarray(draw_scene(random.Random(1), s).image.resize((64, 64), Image.Resampling.BOX))
-        for s in (1.0, 0.0)
-    ]
-    gap = int(np.abs(overview[0].astype(int) - overview[1].astype(int)).max())
-    lines.append(f"the same map with usual and unusual textures differs in the overview by {gap}")
+# The toy needs nothing of what follows. Public data sets: rows, images, samples
+
+SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".tsv": "csv", ".csv": "csv"}
+PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # the formats we let PIL open
+
+
+class Rows(Sequence):
+    """The rows of one or several files, as dicts, read from disk when asked for. Image cells stay
+    as they are stored; `folder` is what relative paths in them start from."""
+
+    def __init__(self, tables: list, folder: Path) -> None:
+        self.tables, self.folder = tables, folder
+        self.ends = list(accumulate(map(len, tables)))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, i):
+        i = range(len(self))[i]  # IndexError, negative numbers, slices
+        if isinstance(i, range):
+            return [self[k] for k in i]
+        t = bisect.bisect_right(self.ends, i)
+        return self.tables[t][i - self.ends[t]]  # counted from the end of its table
+
+
+def read_rows(where: str | Path, split: str | None = None) -> Rows:
+    """A parquet, jsonl, json, tsv or csv file, a folder of them, or a data set on the hub.
+
+    split: of a folder or the hub, only files (or folders) whose name begins with this word, or one
+    of several, a+b; it may also stand behind a colon: "Kwai-Keye/Thyme-SFT:wo_thinking+2round".
+    Files may differ in their columns. Where a folder holds several kinds of file, those of the
+    first kind above count. Cells of tsv and csv are text, empty ones "".
+    """
+    where = str(where)
+    if split is None and ":" in where and not Path(where).exists():
+        where, split = where.rsplit(":", 1)
+    root = Path(where) if Path(where).exists() else _download(where, split)
+    if root.is_file():
+        return Rows([_table(root)], root.parent)
+    words = [re.escape(word) + "(?![a-z0-9])" for word in split.split("+")] if split else [""]
+    begins = re.compile("|".join(words))
+    for suffix in SUFFIXES:
+        inside = [file.relative_to(root) for file in sorted(root.rglob("*" + suffix))]
+        files = [f for f in inside if not f.parts[0].startswith(".")
+                 and any(begins.match(part) for part in f.parts)]  # fmt: skip
+        if files:
+            return Rows([_table(root / file) for file in files], root)
+    named = f" whose name begins with {split!r}" if split else ""
+    raise FileNotFoundError(f"no {', '.join(SUFFIXES)} file{named} in {root}")
+
+
+def _download(name: str, split: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is None:
+        raise FileNotFoundError(f"no data in {name}: neither a file, a folder nor a hub name (a/b)")
+    try:
+        patterns = split and [p + word + "*" for word in split.split("+") for p in ("", "*/")]
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"no data set {name!r}: it is no file or folder here, and the hub does not give it "
+            f"({str(error).splitlines()[0]}). Check name, network and licence, or give a local path"
+        ) from error
+
+
+def _table(file: Path):
+    """One file as a `datasets.Dataset` (a memory-mapped copy in its cache), nothing decoded."""
+    import datasets  # here: it takes seconds, which the toy need not spend
+
+    if (kind := SUFFIXES.get(file.suffix)) is None:
+        raise ValueError(f"{file}: expected a file that ends in one of {', '.join(SUFFIXES)}")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is empty")
+    options = {}
+    if kind == "csv":  # text throughout: no 007 -> 7, no option "None" -> missing
+        import pandas
+
+        options = dict(sep="\t" if file.suffix == ".tsv" else ",", keep_default_na=False)
+        names = pandas.read_csv(file, sep=options["sep"], nrows=0).columns
+        options["features"] = datasets.Features({n: datasets.Value("string") for n in names})
+        options["chunksize"] = 50  # rows in memory: a picture of 8K is 20 MB of base64
+    try:
+        path = glob.escape(str(file.absolute()))
+        table = datasets.load_dataset(kind, data_files=path, split="train", **options)
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        why = error.__cause__ or error
+        raise ValueError(f"{file} cannot be read as {file.suffix}: {why}") from error
+
+    def leave_undecoded(feature) -> None:
+        if isinstance(feature, dict):
+            for inner in feature.values():
+                leave_undecoded(inner)
+        elif isinstance(feature, datasets.Image):
+            feature.decode = False
+        elif hasattr(feature, "feature"):  # a list
+            leave_undecoded(feature.feature)
+
+    leave_undecoded(table.info.features)  # (table.features is a copy)
+    return table
+
+
+def read_image(cell: object, folder: Path | str | None = None) -> Image.Image:
+    """Any public form of an image cell, made upright, opaque and RGB: a PIL image, bytes, a dict
+    with "bytes" or "path", a path (relative to `folder`), base64, a data URL, or a list of one of
+    these. ValueError says what came instead.
+    """
+    source = cell if isinstance(cell, Image.Image) else io.BytesIO(image_bytes(cell, folder))
+    try:
+        if not isinstance(source, Image.Image):
+            source = Image.open(source, formats=PICTURES)
+        source.load()
+        return upright_rgb(source)
+    except (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.error,
+            Image.DecompressionBombError) as error:  # fmt: skip
+        why = re.sub(r" <.*>", "", str(error))  # PIL names an object of ours
+        raise ValueError(f"no image that can be read in {reprlib.repr(cell)}: {why}") from error
+
+
+def image_bytes(cell: object, folder: Path | str | None = None) -> bytes:
+    """The encoded image that a cell holds or names (see read_image)."""
+    if isinstance(cell, Image.Image):
+        cell.save(png := io.BytesIO(), "PNG")
+        return png.getvalue()
+    if isinstance(cell, dict):  # both may be there: the path then only says where it came from
+        cell = cell.get("bytes") or cell.get("path")
+    if isinstance(cell, list | tuple):
+        if len(cell) != 1:
+            raise ValueError(f"expected one image, got a list of {len(cell)}")
+        return image_bytes(cell[0], folder)
+    if isinstance(cell, bytes) and cell:
+        return cell
+    if not isinstance(cell, str) or not cell.strip():
+        raise ValueError(f"expected an image, got {reprlib.repr(cell)}")
+    path = os.path.join(folder or "", cell.removeprefix("file://"))
+    if os.path.isfile(path):  # False also for text that can be no path
+        return Path(path).read_bytes()
+    text = re.sub(r"^data:[^,]*,|\s", "", cell)
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except binascii.Error:
+        raise ValueError(f"no such file, and no base64: {cell[:200]!r} in {folder}") from None
+
+
+# Questions for stage 2
+
+# Where the public schemas keep what a Sample needs; the first column that holds something counts.
+# verl's form (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), and what our filters write.
+COLUMNS = {
+    "image": ("images", "image"),
+    "question": ("extra_info.question", "question", "problem", "prompt", "messages"),
+    "answer": ("reward_model.ground_truth", "answer", "ground_truth", "solution"),
+    "source": ("data_source", "source", "dataset"),
+}
+
+# A sample's kind follows its source (paper: rewards differ by task type; how samples are typed is
+# not printed, so the words are ours). A source without any of them is "search", and --describe says
+# so: the judge is asked, as it is for most of the paper's data.
+KINDS = {"thinklite": "neutral", "geo": "neutral", "math": "neutral", "tabmwp": "neutral",
+         "vstar": "search", "chart": "search", "arxivqa": "search"}  # fmt: skip
+
+
+class Bad(ValueError):
+    """What is wrong with one field of one row."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field, self.reason = field, reason
+
+
+class Skipped(NamedTuple):
+    row: int  # from 0, over all files
+    field: str
+    reason: str
+
+
+T = TypeVar("T")
+
+
+class Lazy(Sequence[T]):
+    """make(key) for every key, each time it is asked for: the pictures of 50,000 questions fit in
+    no memory. A slice is Lazy too."""
+
+    def __init__(self, make: Callable[..., T], keys: Sequence) -> None:
+        self.make, self.keys = make, keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, i):
+        chosen = self.keys[i]
+        return Lazy(self.make, chosen) if isinstance(i, slice) else self.make(chosen)
+
+
+class Usable(Lazy[T]):
+    """What the usable ones of `total` rows become; `skipped` lists the others. Every row is tried
+    once, at the start, so that training meets no surprise: check(i) raises Bad if row i cannot be
+    used, make(i) makes it. len(self) and len(self.skipped) sum to `total`; on_bad="stop" raises
+    ValueError at the first bad row instead."""
+
+    def __init__(
+        self, total: int, check: Callable[[int], object], make: Callable[[int], T],
+        on_bad: str, title: str,
+    ) -> None:  # fmt: skip
+        if on_bad not in ("skip", "stop"):
+            raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
+        good, self.skipped = list[int](), list[Skipped]()
+        super().__init__(make, good)
+
+        def tried(i: int) -> Skipped | None:
+            try:
+                check(i)
+            except Bad as bad:
+                return Skipped(i, bad.field, bad.reason)
+
+        with ThreadPoolExecutor(8) as pool:  # decoding images lets other threads run
+            found = pool.map(tried, range(total))
+            for i, bad in enumerate(tqdm(found, title, total, mininterval=5, disable=total < 100)):
+                if bad and on_bad == "stop":
+                    pool.shutdown(cancel_futures=True)
+                    raise ValueError(f"{title}: row {i}, {bad.field}: {bad.reason}")
+                (self.skipped if bad else good).append(bad or i)
+
+
+def load_rl(
+    where: str | Path, on_bad: str = "skip", fits: Callable[[Sample], object] | None = None
+) -> Usable[Sample]:
+    """Rows in one of the public schemas, as Samples whose image is decoded when asked for.
+
+    fits: raises ValueError for a sample that is too long to play, such as
+    lambda s: check_fits(policy, s, policy.encode_prompt(s, pixels=False), rules)
+    """
+    rows = read_rows(where)
+
+    def sample(i: int) -> Sample:
+        return rl_sample(rows[i], i, rows.folder)
+
+    def check(i: int) -> None:
+        made = sample(i)
+        try:
+            if fits:
+                fits(made)
+        except ValueError as error:
+            raise Bad("length", str(error)) from error
+
+    return Usable(len(rows), check, sample, on_bad, str(where))
+
+
+def rl_sample(row: dict, number: int, folder: Path) -> Sample:
+    """Raises Bad, which names the field."""
+    cell, question, answer = (cell_of(row, field) for field in ("image", "question", "answer"))
+    source = str(cell_of(row, "source", default=""))
+    if isinstance(question, list):  # a conversation: what its user said last
+        turns = [turn for turn in question if isinstance(turn, dict) and turn.get("role") == "user"]
+        question = turns[-1].get("content") if turns else None
+        if isinstance(question, list):
+            question = "".join(str(x.get("text") or "") for x in question if isinstance(x, dict))
+    if not isinstance(question, str) or not (question := plain_question(question)):
+        raise Bad("question", f"expected a text, got {reprlib.repr(question)}")
+    if isinstance(answer, bool | list | dict):
+        raise Bad("answer", f"expected a text or a number, got {answer!r}")
+    answer = re.sub(r"(?s)^.*<answer>(.*)</answer>.*$", r"\1", str(answer)).strip()
+    options, boxes = row.get("options") or [], row.get("boxes") or []
+    if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
+        raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
+    choices = [*LETTERS[: len(options)], *map(str.upper, options)]
+    if not answer or options and answer.upper() not in choices:
+        raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
+    if (kind := row.get("kind") or kind_of(source)[0]) not in ("search", "neutral"):
+        raise Bad("kind", f"is 'search' or 'neutral', got {kind!r}")
+    if not isinstance(boxes, list) or not all(isinstance(b, list) and len(b) == 4 for b in boxes):
+        raise Bad("boxes", f"expected a list of [x0, y0, x1, y1], got {reprlib.repr(boxes)}")
+    id, boxes = str(row.get("id") or f"{source or 'row'}-{number}"), tuple(map(tuple, boxes))
+    try:
+        image = read_image(cell, folder)
+        return Sample(id, image, question, answer, tuple(options), kind, boxes, source)
+    except ValueError as error:
+        raise Bad("image", str(error)) from error
+
+
+def cell_of(row: dict, field: str, **default):
+    """The first cell of COLUMNS[field] that holds something."""
+    for column in COLUMNS[field]:
+        cell: object = row
+        for name in column.split("."):
+            cell = cell.get(name) if isinstance(cell, dict) else None
+        if cell not in (None, "", []):
+            return cell
+    if default:
+        return default["default"]
+    raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
+
+
+def plain_question(text: str) -> str:
+    """Without image placeholders and the metadata lines, which `messages` writes anew."""
+    facts = r"\n[\s*]*#+ \W*(?:User Image|Output Format)"
+    return re.split(facts, text.replace("<image>", ""))[0].strip()
+
+
+def kind_of(source: str) -> tuple[str, bool]:
+    """(kind, do we know it?) of a data source."""
+    known = [kind for word, kind in KINDS.items() if word in plain_name(source)]
+    return (known[0], True) if known else ("search", False)
+
+
+def plain_name(source: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", source.lower())
+
+
+# The paper's filters (Sec. on RL data): sources, labels, difficulty
+
+EXTERNAL = ("okvqa",)  # sources whose questions need knowledge that no image holds; the one printed
+
+
+class Verdict(NamedTuple):
+    word: str  # keep, drop, unsure, or "no verdict"
+    reason: str
+
+
+UNASKED = Verdict("no verdict", "not asked yet, or no answer came: run the same command again")
+
+
+def by_source(rows: Rows, keys: Sequence[int], external: Sequence[str] = EXTERNAL) -> list[Verdict]:
+    """Drop sources of external knowledge. keys: the rows to look at."""
+    sources = [str(cell_of(rows[k], "source", default="")) for k in keys]
+    return [Verdict("drop" if is_external(s, external) else "keep", f"source {s}") for s in sources]
+
+
+def is_external(source: str, external: Sequence[str]) -> bool:
+    return any(word in plain_name(source) for word in external)
+
+
+def by_label(samples: Sequence[Sample], judge, record: Path) -> list[Verdict]:
+    """Is the label right? judge: a rewards.ChatJudge, or anything with its check_label. A person
+    settles what it left "unsure": edit the word in the record and run the filter again."""
+
+    def ask(asked: list[Sample]) -> list[dict | None]:
+        with ThreadPoolExecutor(judge.concurrency) as pool:
+            told = pool.map(judge.check_label, asked)
+            return [said and dict(zip(("verdict", "reason"), said)) for said in told]
+
+    lines = asked_once(samples, ask, {"judge": judge.model}, record, batch=8 * judge.concurrency)
+    return [Verdict(x["verdict"], x["reason"]) if x else UNASKED for x in lines]
+
+
+def by_difficulty(
+    samples: Sequence[Sample], policy: Policy, rules: Rules, record: Path, name: str, n: int = 8,
+    max_accuracy: float = 0.9, answer_judge=None, batch: int = 16, seed: int = 0,
+) -> list[Verdict]:  # fmt: skip
+    """Drop what the model (of this name) answers right in more than max_accuracy of n tries: with
+    the paper's 8 and 0.9 that is 8 of 8. What it never answers right stays, as in the paper.
+    answer_judge: a ChatJudge for open answers; without one they are compared as texts."""
+    import torch
+
+    from rewards import BoxJudge, Weights, score
+    from rollout import play
+
+    def ask(asked: list[Sample]) -> list[dict | None]:
+        torch.manual_seed(seed)  # play draws from it and the sample's id: batches do not matter
+        groups = play(policy, asked, n, rules)
+        graded = score(groups, "accuracy", BoxJudge(), Weights(), random.Random(0), answer_judge)
+        told = [[reward.answer for reward in group] for group in graded]
+        return [None if None in of_one else {"right": int(sum(of_one))} for of_one in told]
+
+    setting = {"model": name, "n": n, "seed": seed, "turns": rules.turns,
+               "max_new_tokens": rules.max_new_tokens, "max_pixels": budget_of(policy),
+               "answer_judge": answer_judge and answer_judge.model}  # fmt: skip
+
+    def verdict(right: int) -> Verdict:
+        return Verdict("drop" if right / n > max_accuracy else "keep", f"{right} of {n} right")
+
+    lines = asked_once(samples, ask, setting, record, batch)
+    return [verdict(line["right"]) if line else UNASKED for line in lines]
+
+
+def asked_once(
+    samples: Sequence[Sample], ask: Callable[[list[Sample]], list[dict | None]], setting: dict,
+    record: Path, batch: int,
+) -> list[dict | None]:  # fmt: skip
+    """ask(samples) -> what was found of each, or None for nothing. Every finding becomes a line of
+    `record` at once, and is not asked for again: neither after a crash, nor by another run.
+
+    Under torchrun or accelerate launch every process asks about its own part and writes a record
+    of its own; whoever comes later reads them all.
+    """
+    rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    own = record.with_suffix(f".{rank}.jsonl") if world > 1 else record
+    own.parent.mkdir(parents=True, exist_ok=True)
+    known: dict[str, dict] = {}
+    for part in {own, record, *record.parent.glob(record.stem + ".*.jsonl")}:
+        known |= read_record(part, setting)
+    found: list[dict | None] = []
+    with open(own, "ab") as file, tqdm(total=len(samples), desc=own.stem, mininterval=5) as bar:
+        file.truncate(len(whole_lines(own)))  # a line that a crash cut short
+        for start in range(0, len(samples), batch):
+            some = [(fingerprint(sample), sample) for sample in samples[start : start + batch]]
+            todo = {key: s for k, (key, s) in enumerate(some, start) if k % world == rank}
+            todo = {key: s for key, s in todo.items() if key not in known}
+            for (key, s), finding in zip(todo.items(), ask([*todo.values()]) if todo else ()):
+                if finding is not None:
+                    told = dict(id=s.id, question=s.question, answer=s.answer) | finding
+                    known[key] = told | dict(setting=setting, key=key)
+                    file.write(json.dumps(known[key], ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            found += [known.get(key) for key, _ in some]
+            bar.update(len(some))
+    return found
+
+
+def read_record(file: Path, setting: dict) -> dict[str, dict]:
+    lines = [json.loads(line) for line in whole_lines(file).splitlines()]
+    for line in lines:
+        if line["setting"] != setting:
+            raise ValueError(f"{file} was made with {line['setting']}, and this is {setting}: give "
+                             f"another --out, or delete it")  # fmt: skip
+    return {line["key"]: line for line in lines}
+
+
+def whole_lines(file: Path) -> bytes:
+    written = file.read_bytes() if file.exists() else b""
+    return written[: written.rfind(b"\n") + 1]
+
+
+def fingerprint(sample: Sample) -> str:
+    asked = repr((sample.question, sample.options, sample.answer, sample.image.size))
+    return hashlib.sha256(asked.encode() + sample.image.tobytes()).hexdigest()[:32]
+
+
+def write_sieved(
+    out: Path, samples: Usable[Sample], rows: Rows, verdicts: list[Verdict]
+) -> Counter:
+    """What to keep as `out`, a parquet file that load_rl reads, with the images' own bytes; and
+    beside it, as .txt, a list for people of all that was not kept, and why."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = {name: pa.string() for name in ("id", "question", "answer", "kind", "data_source")}
+    lists = {"options": pa.list_(pa.string()), "boxes": pa.list_(pa.list_(pa.int64()))}
+    image = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()})}
+    schema = pa.schema(texts | lists | image)
+    others: dict[str, list[str]] = {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with pq.ParquetWriter(part := out.with_suffix(".part"), schema) as writer:
+        lines = []
+        for i, verdict in enumerate(verdicts):
+            s, row = samples[i], rows[samples.keys[i]]
+            if verdict.word == "keep":
+                cell = {"bytes": image_bytes(cell_of(row, "image"), rows.folder)}
+                lines.append(dict(id=s.id, image=cell, question=s.question, answer=s.answer,
+                                  options=s.options, kind=s.kind, boxes=s.boxes,
+                                  data_source=s.source))  # fmt: skip
+            else:
+                said = f"{s.id}  {verdict.reason}\n    {s.question!r}  answer: {s.answer!r}\n"
+                others.setdefault(verdict.word, []).append(said)
+            if len(lines) == 50 or i + 1 == len(verdicts):
+                writer.write_table(pa.Table.from_pylist(lines, schema))
+                lines = []
+    os.replace(part, out)
+    counts = Counter(verdict.word for verdict in verdicts)
+    text = "".join(f"\n{word}: {counts[word]}\n\n{''.join(said)}" for word, said in others.items())
+    text += f"\nunusable: {len(samples.skipped)}\n\n"
+    text += "".join(f"row {bad.row}, {bad.field}: {bad.reason}\n" for bad in samples.skipped)
+    out.with_suffix(".txt").write_text(f"keep: {counts['keep']}\n{text}")
+    return counts
+
+
+# What does a data set hold?
+
+
+def describe(where: str, policy: Policy | None, rules: Rules) -> str:
+    """Rows, sources, kinds, answers, image sizes, lengths, and the rows that would be left out.
+    Lengths need a policy, whose image processor holds the pixel budget; not its weights."""
+    from rollout import check_fits
+    from sft import load_thyme
+
+    columns = list(read_rows(where)[0])
+    if "response" in columns:
+        if policy is None:
+            raise ValueError("demonstrations are read by their tokens: give --model")
+        usable, _ = load_thyme(policy, where, "all", rules)
+        played = (usable.make(k, pixels=False) for k in usable.keys)
+        items = ((t.sample, len(t.ids), len(t.steps) - 1) for t in played)
+    else:
+        encode = policy and (lambda s: policy.encode_prompt(s, pixels=False))
+        fits = policy and (lambda s: check_fits(policy, s, encode(s), rules))
+        usable = load_rl(where, fits=fits)
+        items = ((s, len(encode(s).ids) if policy else 0, None) for s in usable)
+
+    count: dict[str, Counter] = {"source": Counter(), "answers": Counter(), "programs": Counter()}
+    tokens, sizes = list[int](), list[tuple[int, str]]()
+    for sample, length, ran in tqdm(items, where, len(usable), mininterval=5, leave=False):
+        width, height = sample.image.size
+        sizes.append((width * height, f"{width}x{height}"))
+        tokens.append(length)
+        words = "" if kind_of(sample.source)[1] or ran is not None else ", assumed"
+        words += ", external knowledge" * is_external(sample.source, EXTERNAL)
+        count["source"][f"{sample.source or 'not named'} ({sample.kind}{words})"] += 1
+        form = {r"\(?[A-Z]\)?": "a letter", r"[-+]?[\d.,]+%?": "a number", r"[\s\S]*": "a text"}
+        count["answers"][next(w for p, w in form.items() if re.fullmatch(p, sample.answer))] += 1
+        count["programs"].update([] if ran is None else [f"{ran} in a row"])
+
+    def spread(values: list) -> str:
+        at = {"least": 0, "middle": len(values) // 2, "95 %": len(values) * 95 // 100, "most": -1}
+        return ", ".join(f"{word} {values[i]}" for word, i in at.items()) if values else "none"
+
+    reasons, bad = Counter(f"{x.field}: {x.reason}" for x in usable.skipped), usable.skipped
+    lines = [
+        f"rows      {len(usable)} usable + {len(bad)} left out",
+        f"columns   {', '.join(columns)}",
+        *(f"{name:<9} {word}: {n}" for name in count for word, n in count[name].most_common()),
+        f"images    {spread([name for _, name in sorted(sizes)])}",
+        f"tokens    {spread(sorted(tokens))}; an image has at most {budget_of(policy)} pixels"
+        if policy else "tokens    give --model (and --max-pixels) to see lengths",
+        *(f"left out  row {x.row}, {x.field}: {x.reason}" for x in bad[:20]),
+        *(f"          and {n} rows in all for {why}" for why, n in reasons.most_common(5) if n > 1),
+    ]  # fmt: skip
     return "\n".join(lines)
+
+
+def budget_of(policy: Policy) -> int:
+    return policy.image_processor.size["longest_edge"]
 
 
 # The command line
@@ -942,16 +923,13 @@ def main(argv: list[str]) -> None:
         "every GPU; run it once more without, to write OUT.",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group(required=True)
-    for flag, help in (
-        ("describe", "rows, kinds, image sizes, lengths, and what would be left out"),
-        ("drop-sources", "drop sources that need external knowledge"),
-        (
-            "check-labels",
-            "ask the judge server whether labels are right; settle its doubts by hand",
-        ),
-        ("difficulty", "drop what a model answers right (nearly) every time"),
-    ):
-        what.add_argument(f"--{flag}", metavar="WHERE", help=help, default=argparse.SUPPRESS)
+    for flag, help in {
+        "describe": "rows, kinds, sizes, lengths, and what cannot be used",
+        "drop-sources": "drop sources of external knowledge",
+        "check-labels": "ask the judge server about labels; settle its doubts by hand",
+        "difficulty": "drop what a model (nearly) always answers right",
+    }.items():
+        what.add_argument(f"--{flag}", metavar="WHERE", help=help)
     add = parser.add_argument
     add("--out", type=Path, default=Path("filtered.parquet"), help="what a filter writes")
     add("--external", default=",".join(EXTERNAL), help="words in the names of sources to drop")
@@ -965,6 +943,7 @@ def main(argv: list[str]) -> None:
     add("--samples", type=int, default=8, help="tries per question")
     add("--max-accuracy", type=float, default=0.9, help="share of right tries that is still kept")
     add("--batch", type=int, default=16, help="questions that are played together")
+    add("--allow-weak-sandbox", action="store_true", help="play on a system that cannot confine")
     options = parser.parse_args(argv)
     try:
         print(run(options))
@@ -972,52 +951,62 @@ def main(argv: list[str]) -> None:
         raise SystemExit(f"data.py: {error}") from error
 
 
-FILTERS = ("drop_sources", "check_labels", "difficulty")
-
-
 def run(options: argparse.Namespace) -> str:
     import torch
 
     from rollout import Rules, check_fits, load_policy
 
-    for flag, of in (("judge_url", "check_labels"), ("model", "difficulty")):
-        if of in options and getattr(options, flag) is None:
-            raise ValueError(f"--{of} needs --{flag}".replace("_", "-"))
+    if options.check_labels and not (options.judge_url and options.judge_model):
+        raise ValueError("--check-labels needs --judge-url and --judge-model")
+    if options.difficulty and not options.model:
+        raise ValueError("--difficulty needs --model")
     rules = Rules(turns=options.turns, max_length=options.max_length,
-                  max_new_tokens=options.max_new_tokens)  # fmt: skip
-    policy, judge, plays = None, None, "difficulty" in options
+                  max_new_tokens=options.max_new_tokens,
+                  allow_weak_sandbox=options.allow_weak_sandbox)  # fmt: skip
+    policy = judge = fits = None
     if options.model:
         place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        plays = options.difficulty is not None
         policy = load_policy(options.model, place, options.max_pixels, weights=plays)
         if plays and place != "cpu":
             policy.model.to(torch.bfloat16)
+    if options.describe:
+        return describe(options.describe, policy, rules)
     if options.judge_url:
         from rewards import ChatJudge
 
-        judge = ChatJudge(options.judge_url, options.judge_model or "")
-    if "describe" in options:
-        return describe(options.describe, policy, rules)
-
-    def fits(sample: Sample) -> None:
-        check_fits(policy, sample, policy.encode_prompt(sample, pixels=False), rules)
-
-    where = next(v for k, v in vars(options).items() if k in FILTERS)
+        judge = ChatJudge(options.judge_url, options.judge_model)
+    if options.difficulty:
+        fits = lambda s: check_fits(policy, s, policy.encode_prompt(s, False), rules)  # noqa: E731
+    where = options.drop_sources or options.check_labels or options.difficulty
+    samples, rows = load_rl(where, fits=fits), read_rows(where)
     record = options.out.with_suffix(".jsonl")
-    samples, rows = load_rl(where, fits=fits if plays else None), read_rows(where)
-    if "drop_sources" in options:
+    if options.drop_sources:
         verdicts = by_source(rows, samples.keys, options.external.split(","))
-    elif "check_labels" in options:
+    elif options.check_labels:
         verdicts = by_label(samples, judge, record)
     else:
-        verdicts = by_difficulty(samples, policy, record, options.model, options.samples,
-                                 options.max_accuracy, rules, judge, options.batch)  # fmt: skip
+        verdicts = by_difficulty(samples, policy, rules, record, options.model, options.samples,
+                                 options.max_accuracy, judge, options.batch)  # fmt: skip
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        return (
-            f"this process has done its part: run the command once more, alone, for {options.out}"
-        )
+        return f"one part is done: run the same command once more, alone, to write {options.out}"
     counts = write_sieved(options.out, samples, rows, verdicts)
     said = ", ".join(f"{word} {n}" for word, n in counts.most_common())
     return f"{len(rows)} rows: {said}, unusable {len(samples.skipped)}; see {options.out} and .txt"
+
+
+def demo() -> str:
+    lines = []
+    for demo in demonstrations(4, seed=0):
+        lines.append(f"{demo.sample.id}  {demo.sample.question}  (answer: {demo.sample.answer})")
+        lines.append(f"  {demo.route}: " + "  ->  ".join(demo.turns).replace("\n", "\\n"))
+    overview = [
+        np.asarray(draw_scene(random.Random(1), s).image.resize((64, 64), Image.Resampling.BOX))
+        for s in (1.0, 0.0)
+    ]
+    gap = int(np.abs(overview[0].astype(int) - overview[1].astype(int)).max())
+    lines.append(f"the same map with usual and unusual textures differs in the overview by {gap}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

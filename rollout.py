@@ -282,6 +282,8 @@ def load_policy(
                 f"{name} is a {kind!r} model, but the prompt, the vision tokens and the positions "
                 f"here are Qwen2.5-VL's: expected a checkpoint of type 'qwen2_5_vl'"
             )
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
         if weights:
             model, loading = Model.from_pretrained(
                 name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
@@ -289,18 +291,16 @@ def load_policy(
             if missing := sorted(loading["missing_keys"]):
                 raise ValueError(f"{name} lacks {len(missing)} weights, such as {missing[0]}")
         else:
-            with torch.device(device := "meta"):
+            device = "meta"
+            with torch.device(device):
                 model = Model(AutoConfig.from_pretrained(name))
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
     except OSError as error:
-        place = (
-            "the folder lacks a file of" if Path(name).is_dir() else "no folder, and no reach to"
+        what = (
+            "a file is missing there" if Path(name).is_dir() else "neither a folder nor on the hub"
         )
         raise FileNotFoundError(
-            f"no model {str(name)!r}: {place} a Qwen2.5-VL checkpoint of that name "
-            f"({str(error).splitlines()[0]}). Give --model a complete checkpoint folder, or check "
-            f"the hub name, the network and the licence"
+            f"no model {str(name)!r}: {what} ({str(error).splitlines()[0]}). Give --model a "
+            f"complete checkpoint folder, or check the hub name, the network and the licence"
         ) from error
     if max_pixels is not None:
         set_budget(image_processor, max_pixels)

@@ -211,8 +211,8 @@ def thyme_trajectory(
     trajectory = begin(sample, policy.encode_prompt(sample, pixels))
     never, taken = {*policy.forbidden, policy.end_id}, 1
     for turn, output, n in zip_longest(turns, shown, places[1:]):
-        ids = policy.encode(turn, []).ids if "<image>" not in turn else []
-        if not ids or never.intersection(ids):
+        ids = policy.tokenizer(turn, add_special_tokens=False)["input_ids"]
+        if not ids or "<image>" in turn or never.intersection(ids):
             raise Bad("response", f"a turn is empty or holds an image or a control token: {turn!r}")
         code = speak(policy, trajectory, ids)
         if output is None:

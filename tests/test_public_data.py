@@ -5,9 +5,11 @@ import csv
 import io
 import json
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from conftest import RULES
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageCell
 from fixtures.make_fixtures import picture, png, rl_rows, sft_rows
@@ -18,6 +20,7 @@ from PIL import Image
 import data
 import rollout
 from data import Bad, Lazy, Rows, load_rl, read_image, read_rows
+from rewards import ChatJudge
 from rollout import Trajectory
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -73,17 +76,18 @@ def test_an_image_cell_may_have_any_public_form(form, folder):
 
 
 BROKEN = {
-    "missing file": ("gone.png", "no file 'gone.png' in .*, nor is that base64"),
-    "half a JPEG": (jpeg(PICTURE)[:900], "a broken image, in bytes of 900: image file is trunc"),
-    "text": (b"<html>", "no image, in bytes of 6: cannot identify"),
+    "missing file": ("gone.png", "no such file, and no base64: 'gone.png' in /"),
+    "missing file of eight letters": ("gone1.png", "no such file, and no base64"),
+    "half a JPEG": (jpeg(PICTURE)[:900], "no image that can be read in b'.*: image file is trunc"),
+    "text": (b"<html>", "no image that can be read in b'<html>': cannot identify"),
     "empty list": ([], "expected one image, got a list of 0"),
     "two pictures": ([PNG, PNG], "expected one image, got a list of 2"),
-    "None": (None, "expected an image, got nothing"),
-    "empty bytes": (b"", "expected an image, got bytes of 0"),
-    "empty text": ("", "expected an image, got str of 0"),
-    "empty dict": ({"bytes": None, "path": None}, "expected an image, got nothing"),
-    "a number": (7, "expected an image, got int"),
-    "base64 of nothing": ("aGVsbG8=", "no image, in the text 'aGVsbG8=': cannot identify"),
+    "None": (None, "expected an image, got None"),
+    "empty bytes": (b"", "expected an image, got b''"),
+    "empty text": ("", "expected an image, got ''"),
+    "empty dict": ({"bytes": None, "path": None}, "expected an image, got None"),
+    "a number": (7, "expected an image, got 7"),
+    "base64 of nothing": ("aGVsbG8=", "no image that can be read in 'aGVsbG8=': cannot identify"),
 }
 
 
@@ -102,7 +106,7 @@ def test_a_damaged_file_is_an_image_or_a_reason(whole, draw):
     try:
         assert read_image(bytes(damaged)).mode == "RGB"
     except ValueError as reason:
-        assert str(reason).startswith(("no image, in bytes", "a broken image, in bytes"))
+        assert str(reason).startswith("no image that can be read in b")
 
 
 def test_a_photo_is_turned_upright(folder):
@@ -167,7 +171,7 @@ def test_rows_of_several_files_are_one_sequence(tables, draw):
 def test_a_folder_is_its_files_of_the_first_kind_and_a_split_is_how_names_begin(tmp_path):
     for name in ("test-0001-of-0002", "test-0000-of-0002", "testmini-0", "train/part"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        parquet(tmp_path / f"{name}.parquet", [{"a": name}])
+        parquet(tmp_path / f"{name}.parquet", [{"a": name, name: {"columns": "differ"}}])
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     (tmp_path / ".cache").mkdir()
     parquet(tmp_path / ".cache" / "test.parquet", [{"a": "hidden"}])
@@ -176,15 +180,37 @@ def test_a_folder_is_its_files_of_the_first_kind_and_a_split_is_how_names_begin(
     assert names(tmp_path) == [*tests, "testmini-0", "train/part"]
     assert names(tmp_path, "test") == names(f"{tmp_path}:test") == tests
     assert names(tmp_path, "train") == ["train/part"]
+    assert names(tmp_path, "train+testmini") == ["testmini-0", "train/part"]
     assert read_rows(tmp_path).folder == tmp_path
     with pytest.raises(FileNotFoundError, match="no .parquet.* begins with 'val' in"):
         read_rows(tmp_path, "val")
+
+
+def test_a_hub_name_is_downloaded_as_far_as_needed_and_read_like_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    for name in ("train-0000", "2round-0000", "test-0000"):
+        parquet(tmp_path / "data" / f"{name}.parquet", [{"a": name}])
+    asked = []
+
+    def download(name, repo_type, allow_patterns):
+        asked.append((name, repo_type))
+        for file in tmp_path.rglob("*.parquet"):  # as the hub would
+            path = str(file.relative_to(tmp_path))
+            if allow_patterns and not any(fnmatch(path, p) for p in allow_patterns):
+                file.unlink()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert len(read_rows("some/set")) == 3
+    assert [row["a"] for row in read_rows("some/set:train+2round")] == ["2round-0000", "train-0000"]
+    assert len(list(tmp_path.rglob("*.parquet"))) == 2 and set(asked) == {("some/set", "dataset")}
 
 
 def test_what_cannot_be_read_says_so(tmp_path, monkeypatch):
     for name, text, words in (
         ("a.jsonl", '{"a": 1}\nnot json\n', "a.jsonl cannot be read as .jsonl: JSON parse error"),
         ("b.jsonl", "", "b.jsonl is empty"),
+        ("d.csv", "a,b\n", "d.csv cannot be read as .csv: .* no data"),
         ("c.txt", "x", "c.txt: expected a file that ends in one of .parquet, .jsonl"),
     ):
         (tmp_path / name).write_text(text)
@@ -242,7 +268,7 @@ def test_public_schemas_differ_in_their_columns_alone(schema, tmp_path):
 
 BAD = [
     (FLAT | {"image": None}, "image", "nothing in images or image"),
-    (FLAT | {"image": {"bytes": jpeg(PICTURE)[:900]}}, "image", "a broken image"),
+    (FLAT | {"image": {"bytes": jpeg(PICTURE)[:900]}}, "image", "no image that can be read"),
     (FLAT | {"image": [FLAT["image"]] * 2}, "image", "a list of 2"),
     (FLAT | {"image": {"bytes": png(Image.new("RGB", (400, 2)))}}, "image", "200 times longer"),
     (FLAT | {"problem": " <image> "}, "question", "expected a text, got"),
@@ -251,6 +277,9 @@ BAD = [
     (FLAT | {"answer": ["4", "four"]}, "answer", "expected a text or a number, got"),
     (FLAT | {"answer": "C", "options": ["one", "two"]}, "answer", "neither a letter nor a text"),
     (FLAT | {"answer": "AB", "options": ["one", "two"]}, "answer", "neither a letter nor a text"),
+    (FLAT | {"options": "(A) one"}, "options", "expected a list of texts, got '.A. one'"),
+    (FLAT | {"options": ["one", None]}, "options", "expected a list of texts"),
+    (FLAT | {"boxes": [1, 2, 3, 4]}, "boxes", "x0, y0, x1, y1"),
     (FLAT | {"kind": "chart"}, "kind", "'search' or 'neutral', got 'chart'"),
 ]
 
@@ -314,13 +343,11 @@ class FakeJudge:
 
     concurrency, model = 2, "fake"
 
-    def __init__(self, said: dict, breaks_at: str = "") -> None:
-        self.said, self.asked, self.breaks_at = said, [], breaks_at
+    def __init__(self, said: dict) -> None:
+        self.said, self.asked = said, []
 
     def check_label(self, sample):
         self.asked.append(sample.id)
-        if sample.id == self.breaks_at:
-            raise KeyboardInterrupt
         return self.said.get(sample.id, ("keep", "right"))
 
 
@@ -333,20 +360,26 @@ def test_sources_of_external_knowledge_are_dropped():
 
 
 def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
-    samples, record = load_rl(RL), tmp_path / "labels.jsonl"
+    samples_of, record = load_rl(RL), tmp_path / "labels.jsonl"
     told = {"chart-1": ("drop", "it says STOP"), "vstar-3": ("unsure", "blurred"), "chart-4": None}
+    samples = Lazy(lambda k: samples_of[k % 9], range(10))  # one of them stands there twice
     judge = FakeJudge(told)
     words = {s.id: v for s, v in zip(samples, data.by_label(samples, judge, record))}
     assert words["vstar-0"] == data.Verdict("keep", "right")
     assert words["chart-1"] == data.Verdict("drop", "it says STOP")
     assert words["vstar-3"].word == "unsure" and words["chart-4"].word == "no verdict"
-    assert sorted(judge.asked) == sorted(s.id for s in samples)
+    assert sorted(judge.asked) == sorted(s.id for s in samples_of)
 
     # A person settles the doubt; what is known is not asked again, what got no verdict is.
     record.write_text(record.read_text().replace('"unsure"', '"keep"'))
     again = FakeJudge({})
-    assert [v.word for v in data.by_label(samples, again, record)].count("keep") == 8
+    assert [v.word for v in data.by_label(samples, again, record)].count("keep") == 9
     assert again.asked == ["chart-4"]
+
+
+def test_the_served_judge_can_be_asked_about_labels():
+    judge = ChatJudge("http://127.0.0.1:9/v1", "name")
+    assert judge.model == "name" and judge.concurrency > 0 and callable(judge.check_label)
 
 
 def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
@@ -360,6 +393,18 @@ def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
         assert data.asked_once(samples, ask, {}, record, batch=2) == whole
         assert record.read_bytes() == written
         assert len(asked) == 9 - written[:cut].count(b"\n")
+
+
+def test_what_is_asked_is_told_apart_by_all_that_matters():
+    changes = (
+        {},
+        {"question": "x"},
+        {"answer": "x"},
+        {"options": ("x",)},
+        {"image": picture(1)[0]},
+    )
+    assert len({data.fingerprint(replace(SAMPLE, **change)) for change in changes}) == 5
+    assert data.fingerprint(replace(SAMPLE, id="x")) == data.fingerprint(SAMPLE)
 
 
 def test_a_record_of_another_setting_is_not_reused(tmp_path):
@@ -376,25 +421,29 @@ def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch)
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         data.asked_once(samples, ask, {}, record, batch=4)
+        (tmp_path / f"d.{rank}.jsonl").rename(tmp_path / rank)  # they start together: unseen
+    assert asked == [samples[k].id for k in (0, 2, 4, 6, 8, 1, 3, 5, 7)]
+    for rank in "01":
+        (tmp_path / rank).rename(tmp_path / f"d.{rank}.jsonl")
     monkeypatch.delenv("WORLD_SIZE")
     assert None not in data.asked_once(samples, ask, {}, record, batch=4)
-    assert sorted(asked) == sorted(s.id for s in samples)  # each exactly once
+    assert len(asked) == 9  # nobody was asked again
 
 
 @given(st.integers(1, 12), st.floats(0, 1), st.data())
-def test_what_is_answered_right_too_often_is_dropped(n, most, draw):
+def test_what_is_answered_right_too_often_is_dropped(policy, n, most, draw):
     samples = Lazy(lambda k: replace(SAMPLE, id=str(k)), range(3))
     right = [draw.draw(st.integers(0, n)) for _ in samples]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "asked_once", lambda *a, **k: [{"right": r} for r in right])
-        verdicts = data.by_difficulty(samples, None, Path(), "model", n, most)
+        verdicts = data.by_difficulty(samples, policy, RULES, Path(), "model", n, most)
     assert [v.word == "drop" for v in verdicts] == [r > most * n for r in right]
 
 
 SAMPLE = load_rl(RL)[0]
 
 
-def test_eight_tries_drop_eight_of_eight_only(tmp_path, monkeypatch):
+def test_eight_tries_drop_eight_of_eight_only(policy, tmp_path, monkeypatch):
     def play(policy, samples, n, rules):
         said = lambda s, k: Trajectory(s, answer="AB"[k >= RIGHT[s.id]], ended="answered")  # noqa: E731
         return [[said(s, k) for k in range(n)] for s in samples]
@@ -402,7 +451,7 @@ def test_eight_tries_drop_eight_of_eight_only(tmp_path, monkeypatch):
     RIGHT = {"zero": 0, "seven": 7, "eight": 8}
     monkeypatch.setattr(rollout, "play", play)
     samples = Lazy(lambda id: replace(SAMPLE, id=id, question=id), list(RIGHT))
-    verdicts = data.by_difficulty(samples, None, tmp_path / "d.jsonl", "model")
+    verdicts = data.by_difficulty(samples, policy, RULES, tmp_path / "d.jsonl", "model")
     assert [(v.word, v.reason) for v in verdicts] == [
         ("keep", "0 of 8 right"), ("keep", "7 of 8 right"), ("drop", "8 of 8 right")
     ]  # fmt: skip
@@ -441,10 +490,10 @@ def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "10 usable + 1 left out" in told and "row 9, image: nothing in images" in told
     assert "vstar (search): 3" in told and "OK-VQA (search, assumed, external knowledge): 1" in told
-    assert "4 letters" in told and "480x320" in told and "at most 4096 pixels" in told
+    assert "a letter: 4" in told and "480x320" in told and "at most 4096 pixels" in told
     command("--describe", SFT, "--model", "tiny")
     told = capsys.readouterr().out
-    assert "8 usable + 0 left out" in told and "3 in 2 rows" in told
+    assert "8 usable + 0 left out" in told and "programs  3 in a row: 2" in told
 
 
 def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):

@@ -560,10 +560,12 @@ def test_codedance_adds_nothing_where_no_turn_differs_or_nothing_is_known():
     same = [hand_made(SEARCH, RAN, answer=RIGHT), hand_made(SEARCH, answer=RIGHT)]
     (got,) = score([same], "codedance", BoxJudge(), Weights(), random.Random(0))
     assert [r.turns for r in got] == [(0.0, 0.0), (0.0,)]
-    mixed = [hand_made(SEARCH, FAILED, answer=RIGHT), hand_made(SEARCH, RAN, answer="unheard")]
-    silent = Answering(None)
-    (got,) = score([mixed], "codedance", silent, Weights(), random.Random(0))
-    assert got[1].total is None and got[1].turns == (0.0, 0.0)
+    said = ((FAILED, RIGHT), (RAN, RIGHT), (FAILED, "unheard"))
+    mixed = [hand_made(SEARCH, seen, answer=answer) for seen, answer in said]
+    (got,) = score([mixed], "codedance", Answering(None), Weights(), random.Random(0))
+    s = 0.2 * 0.25 / 0.125**0.5  # of -0.5 and 0 alone
+    assert got[0].turns == pytest.approx((-s, 0.0), abs=1e-4)
+    assert got[2].total is None and got[2].turns == (0.0, 0.0)
 
 
 def test_pyvision_by_hand():
@@ -598,10 +600,11 @@ def test_the_gate_pays_tools_only_with_a_right_answer():
 
 
 def test_step_credit_goes_to_the_steps_own_turn():
-    # Scores 1, -1, 0 and none: mean 0. The answering turns and the rest get nothing.
-    group = [hand_made(SEARCH, *seen, answer=RIGHT) for seen in ((GOOD, TYPO), (WRONG,), ())]
+    # Scores 1, -1, 0.5: mean 1 / 6. The answering turns and who used no tool get nothing.
+    group = [hand_made(SEARCH, *seen, answer=RIGHT) for seen in ((GOOD, TYPO), (WIDE,), ())]
     (got,) = score([group], "tapo", BoxJudge(), Weights(step_credit=0.5), random.Random(0))
-    assert [r.turns for r in got] == [(0.5, -0.5, 0.0), (0.0, 0.0), (0.0,)]
+    assert got[0].turns == pytest.approx((0.5 * 5 / 6, 0.5 * -7 / 6, 0.0))
+    assert got[1].turns == pytest.approx((0.5 * 2 / 6, 0.0)) and got[2].turns == (0.0,)
     (off,) = score([group], "tapo", BoxJudge(), Weights(), random.Random(0))
     assert [r.turns for r in off] == [None] * 3 and [r.total for r in off] == [r.total for r in got]
     with pytest.raises(ValueError, match="accuracy has none"):
@@ -664,13 +667,43 @@ def test_groups_are_judged_side_by_side_and_come_back_in_order():
 
 
 def test_the_null_does_not_depend_on_which_thread_is_first():
-    groups = [[hand_made(SEARCH, answer=RIGHT)] * 4 for _ in range(20)]
+    samples = [replace(SEARCH, question=f"{i} ?") for i in range(12)]
+    groups = [[hand_made(sample, answer="unheard")] * 4 for sample in samples]
 
     class Many(BoxJudge):
-        concurrency = 8
+        concurrency = 4
+
+        def same_answer(self, question, reference, reply):
+            time.sleep(0.02 * (question in ("0 ?", "1 ?")))  # the first come last
+            return False
 
     one, many = (
         score(groups, "random", judge, Weights(), random.Random(5))
         for judge in (BoxJudge(), Many())
     )
     assert one == many and len({r.total for group in one for r in group}) == 2
+
+
+@given(st.lists(anything, min_size=1, max_size=5))
+def test_accuracy_and_thyme_do_not_see_what_tools_showed(group):
+    for name in ("accuracy", "thyme"):
+        blind = [hand_made(SEARCH, answer=t.answer) for t in group]
+        looking, not_looking = (
+            [r.total for r in REWARDS[name](g, BoxJudge(), Weights(), random.Random(0))]
+            for g in (group, blind)
+        )
+        assert looking == not_looking
+
+
+@given(some_seen)
+def test_gated_bonuses_never_pay_for_a_wrong_answer(seen):
+    for name in ("deepeyes", "pyvision"):
+        assert pay(name, (LIE, *seen)) == [0.0]
+
+
+@given(st.lists(anything, min_size=2, max_size=6))
+def test_codedance_credit_is_centred_over_the_batch(group):
+    got = score([group[:1], group[1:]], "codedance", BoxJudge(), Weights(), random.Random(0))
+    credit = [turn for rs in got for r in rs for turn in r.turns[:-1]]
+    assert sum(credit) == pytest.approx(0.0, abs=1e-9)
+    assert all(len(r.turns) == len(t.steps) for r, t in zip([r for rs in got for r in rs], group))
