@@ -965,7 +965,8 @@ class ChatJudge:
                     status, after, reply = self._post(data, end)
                     if status == 200:
                         return read_verdict(reply, field, values)
-                    problem = f"status {status}"
+                    said = "" if status in (401, 403) else f": {reply[:150]!r}"  # echoes of a key
+                    problem = f"status {status}{said}"
                 except (httpx2.HTTPError, ValueError) as error:
                     status, after, problem = 0, "", f"{type(error).__name__}: {error}"[:200]
             with self.lock:

@@ -233,6 +233,16 @@ def test_a_server_that_is_not_there_is_no_verdict():
     assert judge(judge_request(SAMPLE, GOOD)) is None and "ConnectError" in judge.last_problem
 
 
+def test_what_the_server_complains_of_is_kept_but_no_echo_of_a_key():
+    with serving((400, {}, b"this model takes no images")) as server:
+        got, judge = asked(server)
+    assert got is None and judge.last_problem == "status 400: b'this model takes no images'"
+    with serving(useful(1), (401, {}, f"wrong key {KEY}".encode())) as server:
+        _, judge = asked(server)
+        judge(judge_request(SAMPLE, crop(SAMPLE, (0, 0, 64, 64))))
+    assert judge.last_problem == "status 401"
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_wrong_key_or_model_is_an_error_at_once_but_not_in_the_middle(status):
     with serving((status, {}, b"")) as server:
