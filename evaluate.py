@@ -108,7 +108,6 @@ from rewards import (
     ChatJudge,
     Judge,
     Reward,
-    TwoJudges,
     Weights,
     area,
     final_answer,
@@ -131,285 +130,6 @@ ROWS = {
     "faithful_given_correct": "faithful, if correct", "crop_area": "crop area",
     "error_rate": "errors",
 }  # fmt: skip
-
-
-# The public benchmarks: what a row says, and by which rule an answer to it counts
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A benchmark of the paper's Tables 3 and 4.
-
-    where   hub name:split (data.read_rows); --data gives another place, such as the harness's TSV
-    read    a row -> the fields of its Sample but the image, and: `part`, what the score is also
-            split by; perhaps `cycle`; perhaps `rule`(answer, reference) -> bool, where the row
-            does not go by rewards.is_correct
-    judged  open answers that the rules call wrong go to a judge
-    """
-
-    where: str
-    read: Callable[[dict], dict]
-    kind: str = "neutral"
-    judged: bool = False
-    mean_of_parts: bool = False
-
-
-REQUIRED = object()
-LETTERS = string.ascii_uppercase
-
-
-def filled(row: dict, *names: str, default: object = REQUIRED):
-    """The first of these columns that holds something."""
-    for name in names:
-        if (cell := row.get(name)) not in (None, "", [], {}):
-            return cell
-    if default is REQUIRED:
-        raise Bad(names[0], f"expected something in column {' or '.join(names)}")
-    return default
-
-
-def literal(cell: object) -> object:
-    """A Python literal that a TSV holds as text; what is no text stays as it is."""
-    try:
-        return ast.literal_eval(cell) if isinstance(cell, str) else cell
-    except (ValueError, SyntaxError) as error:
-        raise Bad("literal", f"expected a list or dict, got {cell!r}") from error
-
-
-def ask(row: dict, question: str, options: Iterable, answer: object, part: str, **more) -> dict:
-    options, answer = tuple(map(str, options)), str(answer)
-    if options and answer not in {*LETTERS[: len(options)], *options}:
-        raise Bad("answer", f"{answer!r} is neither a letter nor a text of {options}")
-    id = filled(
-        row, "index", "id", "pid", "sample_index", "question_id", "Question_id", default=None
-    )
-    return {"id": id, "question": question.strip(), "options": options, "answer": answer,
-            "part": part, **more}  # fmt: skip
-
-
-def choose(row: dict, part: str, **more) -> dict:
-    """Multiple choice as the harness's TSVs have it: columns A, B, C, ... hold the options."""
-    options = [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
-    if not options:
-        raise Bad("A", "expected options in columns A, B, ...")
-    return ask(row, filled(row, "question"), options, filled(row, "answer"), part, **more)
-
-
-def vstar(row: dict) -> dict:
-    """The authors' test_questions.jsonl with a JSON beside each picture; the TSV has no boxes."""
-    part = filled(row, "category")
-    if "text" not in row:
-        return choose(row, part)
-    question, *options = re.split(r"\s*^\([A-Z]\) ?", row["text"], flags=re.MULTILINE)
-    if not options:
-        raise Bad("text", f"expected a question and options (A) ..., got {row['text']!r}")
-    options[-1] = options[-1].split("\n")[0]  # below it stands how to answer: we say that
-    labels = row["folder"] / Path(filled(row, "image")).with_suffix(".json")
-    if not labels.is_file():
-        raise Bad("image", f"expected its boxes in {labels}")
-    boxes = tuple(map(corners, json.loads(labels.read_text(encoding="utf-8"))["bbox"]))
-    return ask(row, question, options, filled(row, "label"), part, boxes=boxes)
-
-
-def corners(xywh: Sequence[float]) -> Box:
-    """x, y, width, height -> x0, y0, x1, y1 in whole pixels, rounded outwards."""
-    x, y, width, height = xywh
-    return math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
-
-
-def hrbench(row: dict) -> dict:
-    """A question is four rows; from one `cycle` to the next its options move on by one place."""
-    parts, kind = {"single": "FSP", "cross": "FCP"}, filled(row, "category")
-    if kind not in parts:
-        raise Bad("category", f"expected single or cross, got {kind!r}")
-    return choose(row, parts[kind], cycle=filled(row, "cycle_category"))
-
-
-def mme_realworld(row: dict) -> dict:
-    part = filled(row, "Task", "category").split("/")[0]  # Perception or Reasoning
-    if filled(row, "A", default=None):
-        return choose(row, part)
-    options = literal(filled(row, "multi-choice options", "Answer choices"))
-    options = [re.sub(r"^\([A-E]\) ?", "", option) for option in options]
-    question, answer = filled(row, "question", "Text"), filled(row, "answer", "Ground truth")
-    return ask(row, question, options, answer, part)
-
-
-def vlmblind(row: dict) -> dict:
-    task, question = filled(row, "task"), filled(row, "question", "prompt")
-    rules = {"Counting Grid": grid, "Touching": contained, "Olympic": contained}
-    rule = next((rule for name, rule in rules.items() if task.startswith(name)), in_braces)
-    return ask(row, question, (), filled(row, "answers", "groundtruth"), task, rule=rule)
-
-
-def in_braces(answer: str, reference: str) -> bool:
-    """{5}; an <answer> that is nothing but the value needs no braces."""
-    braced = re.search(r"\{(.*?)\}", answer)
-    return (braced[1] if braced else answer).strip() == reference
-
-
-def contained(answer: str, reference: str) -> bool:
-    return reference.casefold() in answer.casefold()
-
-
-def grid(answer: str, reference: str) -> bool:
-    """rows={5} columns={6}, in either order, or (5, 6)."""
-    named = [re.search(rf"(?i){name}s?\D*(\d+)", answer) for name in ("row", "column")]
-    numbers = [match[1] for match in named] if all(named) else re.findall(r"\d+", answer)
-    return numbers == re.findall(r"\d+", reference)
-
-
-def mathvista(row: dict) -> dict:
-    question, form, answer = (filled(row, c) for c in ("question", "answer_type", "answer"))
-    part = filled(literal(filled(row, "metadata", default=row)), "task", default=form)
-    if filled(row, "question_type") == "multi_choice":
-        choices = literal(filled(row, "choices"))
-        return ask(row, question.split("\nChoices:")[0], choices, answer, part)
-    digits = int(float(filled(row, "precision", default=len(str(answer).partition(".")[2]))))
-    wanted, rule = {
-        "integer": ("a whole number", partial(rounded, int)),
-        "float": (f"a number with {digits} decimals", partial(rounded, lambda x: round(x, digits))),
-        "list": ("a Python list", lambda answer, reference: same_list(answer, reference)),
-    }.get(form, ("a word or two", None))
-    unit = f" (Unit: {row['unit']})" if filled(row, "unit", default=None) else ""
-    return ask(row, f"{question}{unit}\nAnswer with {wanted}.", (), answer, part, rule=rule)
-
-
-def rounded(how: Callable[[float], float], answer: str, reference: str) -> bool:
-    number = read_number(final_answer(answer))
-    return number is not None and how(float(number[0])) == float(reference)
-
-
-def same_list(answer: str, reference: str) -> bool:
-    try:
-        return ast.literal_eval(final_answer(answer)) == ast.literal_eval(reference)
-    except (ValueError, SyntaxError):
-        return False
-
-
-def mathverse(row: dict) -> dict:
-    """(Of the version "Vision Only" even the question stands in the image.)"""
-    question, *choices = filled(row, "question", "query_wo").split("\nChoices:")
-    options = re.findall(r"^[A-Z]:(.*)$", "".join(choices), re.MULTILINE)
-    about = {**(literal(filled(row, "metadata", default={}))), **row}
-    return ask(row, question, options, filled(row, "answer"), filled(about, "problem_version"))
-
-
-def mathvision(row: dict) -> dict:
-    question = re.sub(r"<image\d+>", "", filled(row, "question"))
-    options = literal(filled(row, "options", "choices", default=[]))
-    return ask(row, question, options, filled(row, "answer"), filled(row, "subject", "category"))
-
-
-def charxiv(row: dict) -> dict:
-    """The hub's rows give their descriptive questions as numbers, so we take the reasoning one;
-    --data CharXiv_descriptive_val.tsv has the descriptive ones in words."""
-    question, answer = filled(row, "question", "reasoning_q"), filled(row, "answer", "reasoning_a")
-    return ask(row, question, (), answer, "descriptive" if "qid" in row else "reasoning")
-
-
-def mmmu(row: dict) -> dict:
-    """<image 1> ... <image 7> in a question are joined to one picture."""
-    options = literal(filled(row, "options", default=[]))
-    options = options or [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
-    question, answer = filled(row, "question"), str(filled(row, "answer"))
-    if len(set(re.findall(r"<image (\d)>", question))) > 1:
-        question += "\n(The images stand below each other, image 1 at the top.)"
-    subject = filled(row, "category", default="") or re.sub(
-        r"^[a-z]+_|_\d+$", "", str(filled(row, "id"))
-    )
-    rule = any_of if not options and answer.startswith("[") else None
-    question = re.sub(r"<image (\d)>", r"[image \1]", question)
-    return ask(row, question, options, answer, subject, rule=rule)
-
-
-def any_of(answer: str, references: str) -> bool:
-    return any(same_answer(str(reference), answer) for reference in literal(references))
-
-
-BENCHES = {
-    "vstar": Bench("craigwu/vstar_bench", vstar, "search"),
-    "hrbench4k": Bench("DreamMr/HR-Bench:hr_bench_4k", hrbench, "search"),
-    "hrbench8k": Bench("DreamMr/HR-Bench:hr_bench_8k", hrbench, "search"),
-    "vlmblind": Bench("XAI/vlmsareblind:valid", vlmblind, mean_of_parts=True),
-    "mme-realworld-lite": Bench("yifanzhang114/MME-RealWorld-lite-lmms-eval",
-                                mme_realworld, "search"),
-    "mathvista": Bench("AI4Math/MathVista:testmini", mathvista, judged=True),
-    "mathverse": Bench("AI4Math/MathVerse:testmini.parquet", mathverse, judged=True),
-    "mathvision": Bench("MathLLMs/MathVision:testmini", mathvision),
-    "charxiv": Bench("princeton-nlp/CharXiv:val", charxiv, judged=True),
-    "mmmu": Bench("lmms-lab/MMMU:validation", mmmu, judged=True),
-}  # fmt: skip
-
-
-def load_bench(
-    name: str, where: str | None = None, first: int | None = None
-) -> tuple[Usable[Sample], list[Callable | None]]:
-    """(samples, the rule of each or None). Images are decoded when asked for, all else is checked
-    now: a row that does not fit is named and stops it, for a score over fewer rows is another."""
-    bench = BENCHES[name]
-    title, rows = f"{name} ({where or bench.where})", read_rows(where or bench.where)
-    total = min(len(rows), first or len(rows))
-    rules: list[Callable | None] = [None] * total
-
-    def words(i: int) -> dict:
-        row = {**rows[i], "folder": rows.folder}
-        filled(row, *PICTURES)
-        values = bench.read(row)
-        rules[i] = values.pop("rule", None)
-        path = (name, values.pop("part"), values.pop("cycle", ""))
-        values["source"] = "/".join(str(word).replace("/", " ") for word in path).rstrip("/")
-        values["id"] = f"{name}-{i if values['id'] is None else values['id']}"
-        return values
-
-    def sample(i: int) -> Sample:
-        try:
-            return Sample(image=picture(rows[i], rows.folder), kind=bench.kind, **words(i))
-        except ValueError as error:
-            raise ValueError(f"{title}: row {i}: {error}") from error
-
-    return Usable(total, words, sample, "stop", title), rules
-
-
-PICTURES = ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)))
-
-
-def picture(row: dict, folder: Path) -> Image.Image:
-    """A row's image; several are joined below each other, so that there is one to look at."""
-    cells = [cell for name in PICTURES if (cell := filled(row, name, default=None)) is not None]
-    if "image_1" not in row:
-        cells = literal(cells[0]) if str(cells[0])[:1] == "[" else cells[:1]
-    images, gap = [read_image(cell, folder) for cell in cells], 16
-    if len(images) == 1:
-        return images[0]
-    size = max(i.width for i in images), sum(i.height + gap for i in images) - gap
-    sheet, y = Image.new("RGB", size, "white"), 0
-    for image in images:
-        sheet.paste(image, (0, y))
-        y += image.height + gap
-    return sheet
-
-
-def published(
-    sources: Sequence[str], correct: Sequence[float], mean_of_parts: bool = False
-) -> dict[str, float]:
-    """The benchmark's own score, "all", and its parts'. With cycles (HR-Bench) each is the mean of
-    the cycles' accuracies; with `mean_of_parts` (VLMs are blind) "all" is a mean over tasks.
-
-    >>> published(["b/p/0", "b/p/0", "b/p/1"], [1, 0, 1])
-    {'p': 0.75, 'all': 0.75}
-    """
-    cycles: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    for source, right in zip(sources, correct, strict=True):
-        _, part, cycle = f"{source}//".split("/")[:3]
-        cycles[cycle][part].append(right)
-    scores = defaultdict(list)
-    for parts in cycles.values():
-        means = {part: fmean(rights) for part, rights in sorted(parts.items())}
-        total = means.values() if mean_of_parts else itertools.chain(*parts.values())
-        for part, value in (means | {"all": fmean(total)}).items():
-            scores[part].append(value)
-    return {part: fmean(values) for part, values in scores.items()}
 
 
 # Play and measure
@@ -691,6 +411,285 @@ def scored(trajectory: Trajectory, reward: Reward) -> list[tuple[Step, float | N
 def runs_of(acted: Sequence[bool]) -> list[tuple[bool, int]]:
     """[True, True, False] -> [(True, 2), (False, 1)]"""
     return [(who, len(list(run))) for who, run in itertools.groupby(acted)]
+
+
+# The public benchmarks: what a row says, and by which rule an answer to it counts
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark of the paper's Tables 3 and 4.
+
+    where   hub name:split (data.read_rows); --data gives another place, such as the harness's TSV
+    read    a row -> the fields of its Sample but the image, and: `part`, what the score is also
+            split by; perhaps `cycle`; perhaps `rule`(answer, reference) -> bool, where the row
+            does not go by rewards.is_correct
+    judged  open answers that the rules call wrong go to a judge
+    """
+
+    where: str
+    read: Callable[[dict], dict]
+    kind: str = "neutral"
+    judged: bool = False
+    mean_of_parts: bool = False
+
+
+REQUIRED = object()
+LETTERS = string.ascii_uppercase
+
+
+def filled(row: dict, *names: str, default: object = REQUIRED):
+    """The first of these columns that holds something."""
+    for name in names:
+        if (cell := row.get(name)) not in (None, "", [], {}):
+            return cell
+    if default is REQUIRED:
+        raise Bad(names[0], f"expected something in column {' or '.join(names)}")
+    return default
+
+
+def literal(cell: object) -> object:
+    """A Python literal that a TSV holds as text; what is no text stays as it is."""
+    try:
+        return ast.literal_eval(cell) if isinstance(cell, str) else cell
+    except (ValueError, SyntaxError) as error:
+        raise Bad("literal", f"expected a list or dict, got {cell!r}") from error
+
+
+def ask(row: dict, question: str, options: Iterable, answer: object, part: str, **more) -> dict:
+    options, answer = tuple(map(str, options)), str(answer)
+    if options and answer not in {*LETTERS[: len(options)], *options}:
+        raise Bad("answer", f"{answer!r} is neither a letter nor a text of {options}")
+    own = filled(
+        row, "index", "id", "pid", "sample_index", "question_id", "Question_id", default=""
+    )
+    return {"id": str(own), "question": question.strip(), "options": options, "answer": answer,
+            "part": part, **more}  # fmt: skip
+
+
+def choose(row: dict, part: str, **more) -> dict:
+    """Multiple choice as the harness's TSVs have it: columns A, B, C, ... hold the options."""
+    options = [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
+    if not options:
+        raise Bad("A", "expected options in columns A, B, ...")
+    return ask(row, filled(row, "question"), options, filled(row, "answer"), part, **more)
+
+
+def vstar(row: dict) -> dict:
+    """The authors' test_questions.jsonl with a JSON beside each picture; the TSV has no boxes."""
+    part = filled(row, "category")
+    if "text" not in row:
+        return choose(row, part)
+    question, *options = re.split(r"\s*^\([A-Z]\) ?", row["text"], flags=re.MULTILINE)
+    if not options:
+        raise Bad("text", f"expected a question and options (A) ..., got {row['text']!r}")
+    options[-1] = options[-1].split("\n")[0]  # below it stands how to answer: we say that
+    labels = row["folder"] / Path(filled(row, "image")).with_suffix(".json")
+    if not labels.is_file():
+        raise Bad("image", f"expected its boxes in {labels}")
+    boxes = tuple(map(corners, json.loads(labels.read_text(encoding="utf-8"))["bbox"]))
+    return ask(row, question, options, filled(row, "label"), part, boxes=boxes)
+
+
+def corners(xywh: Sequence[float]) -> Box:
+    """x, y, width, height -> x0, y0, x1, y1 in whole pixels, rounded outwards."""
+    x, y, width, height = xywh
+    return math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
+
+
+def hrbench(row: dict) -> dict:
+    """A question is four rows; from one `cycle` to the next its options move on by one place."""
+    parts, kind = {"single": "FSP", "cross": "FCP"}, filled(row, "category")
+    if kind not in parts:
+        raise Bad("category", f"expected single or cross, got {kind!r}")
+    return choose(row, parts[kind], cycle=filled(row, "cycle_category"))
+
+
+def mme_realworld(row: dict) -> dict:
+    part = filled(row, "Task", "category").split("/")[0]  # Perception or Reasoning
+    if filled(row, "A", default=None):
+        return choose(row, part)
+    options = literal(filled(row, "multi-choice options", "Answer choices"))
+    options = [re.sub(r"^\([A-E]\) ?", "", option) for option in options]
+    question, answer = filled(row, "question", "Text"), filled(row, "answer", "Ground truth")
+    return ask(row, question, options, answer, part)
+
+
+def vlmblind(row: dict) -> dict:
+    task, question = filled(row, "task"), filled(row, "question", "prompt")
+    rules = {"Counting Grid": grid, "Touching": contained, "Olympic": contained}
+    rule = next((rule for name, rule in rules.items() if task.startswith(name)), in_braces)
+    return ask(row, question, (), filled(row, "answers", "groundtruth"), task, rule=rule)
+
+
+def in_braces(answer: str, reference: str) -> bool:
+    """{5}; an <answer> that is nothing but the value needs no braces."""
+    braced = re.search(r"\{(.*?)\}", answer)
+    return (braced[1] if braced else answer).strip() == reference
+
+
+def contained(answer: str, reference: str) -> bool:
+    return reference.casefold() in answer.casefold()
+
+
+def grid(answer: str, reference: str) -> bool:
+    """rows={5} columns={6}, in either order, or (5, 6)."""
+    named = [re.search(rf"(?i){name}s?\D*(\d+)", answer) for name in ("row", "column")]
+    numbers = [match[1] for match in named] if all(named) else re.findall(r"\d+", answer)
+    return numbers == re.findall(r"\d+", reference)
+
+
+def mathvista(row: dict) -> dict:
+    question, form, answer = (filled(row, c) for c in ("question", "answer_type", "answer"))
+    part = filled(literal(filled(row, "metadata", default=row)), "task", default=form)
+    if filled(row, "question_type") == "multi_choice":
+        choices = literal(filled(row, "choices"))
+        return ask(row, question.split("\nChoices:")[0], choices, answer, part)
+    digits = int(float(filled(row, "precision", default=len(str(answer).partition(".")[2]))))
+    wanted, rule = {
+        "integer": ("a whole number", partial(rounded, int)),
+        "float": (f"a number with {digits} decimals", partial(rounded, lambda x: round(x, digits))),
+        "list": ("a Python list", lambda answer, reference: same_list(answer, reference)),
+    }.get(form, ("a word or two", None))
+    unit = f" (Unit: {row['unit']})" if filled(row, "unit", default=None) else ""
+    return ask(row, f"{question}{unit}\nAnswer with {wanted}.", (), answer, part, rule=rule)
+
+
+def rounded(how: Callable[[float], float], answer: str, reference: str) -> bool:
+    number = read_number(final_answer(answer))
+    return number is not None and how(float(number[0])) == float(reference)
+
+
+def same_list(answer: str, reference: str) -> bool:
+    try:
+        return ast.literal_eval(final_answer(answer)) == ast.literal_eval(reference)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def mathverse(row: dict) -> dict:
+    """(Of the version "Vision Only" even the question stands in the image.)"""
+    question, *choices = filled(row, "question", "query_wo").split("\nChoices:")
+    options = re.findall(r"^[A-Z]:(.*)$", "".join(choices), re.MULTILINE)
+    about = {**(literal(filled(row, "metadata", default={}))), **row}
+    return ask(row, question, options, filled(row, "answer"), filled(about, "problem_version"))
+
+
+def mathvision(row: dict) -> dict:
+    question = re.sub(r"<image\d+>", "", filled(row, "question"))
+    options = literal(filled(row, "options", "choices", default=[]))
+    return ask(row, question, options, filled(row, "answer"), filled(row, "subject", "category"))
+
+
+def charxiv(row: dict) -> dict:
+    """The hub's rows give their descriptive questions as numbers, so we take the reasoning one;
+    --data CharXiv_descriptive_val.tsv has the descriptive ones in words."""
+    question, answer = filled(row, "question", "reasoning_q"), filled(row, "answer", "reasoning_a")
+    return ask(row, question, (), answer, "descriptive" if "qid" in row else "reasoning")
+
+
+def mmmu(row: dict) -> dict:
+    """<image 1> ... <image 7> in a question are joined to one picture."""
+    options = literal(filled(row, "options", default=[]))
+    options = options or [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
+    question, answer = filled(row, "question"), str(filled(row, "answer"))
+    if len(set(re.findall(r"<image (\d)>", question))) > 1:
+        question += "\n(The images stand below each other, image 1 at the top.)"
+    subject = filled(row, "category", default="") or re.sub(
+        r"^[a-z]+_|_\d+$", "", str(filled(row, "id"))
+    )
+    rule = any_of if not options and answer.startswith("[") else None
+    question = re.sub(r"<image (\d)>", r"[image \1]", question)
+    return ask(row, question, options, answer, subject, rule=rule)
+
+
+def any_of(answer: str, references: str) -> bool:
+    return any(same_answer(str(reference), answer) for reference in literal(references))
+
+
+BENCHES = {
+    "vstar": Bench("craigwu/vstar_bench", vstar, "search"),
+    "hrbench4k": Bench("DreamMr/HR-Bench:hr_bench_4k", hrbench, "search"),
+    "hrbench8k": Bench("DreamMr/HR-Bench:hr_bench_8k", hrbench, "search"),
+    "vlmblind": Bench("XAI/vlmsareblind:valid", vlmblind, mean_of_parts=True),
+    "mme-realworld-lite": Bench("yifanzhang114/MME-RealWorld-lite-lmms-eval",
+                                mme_realworld, "search"),
+    "mathvista": Bench("AI4Math/MathVista:testmini", mathvista, judged=True),
+    "mathverse": Bench("AI4Math/MathVerse:testmini.parquet", mathverse, judged=True),
+    "mathvision": Bench("MathLLMs/MathVision:testmini", mathvision),
+    "charxiv": Bench("princeton-nlp/CharXiv:val", charxiv, judged=True),
+    "mmmu": Bench("lmms-lab/MMMU:validation", mmmu, judged=True),
+}  # fmt: skip
+
+
+def load_bench(
+    name: str, where: str | None = None, first: int | None = None
+) -> tuple[Usable[Sample], list[Callable | None]]:
+    """(samples, the rule of each or None). Images are decoded when asked for, all else is checked
+    now: a row that does not fit is named and stops it, for a score over fewer rows is another."""
+    bench = BENCHES[name]
+    title, rows = f"{name} ({where or bench.where})", read_rows(where or bench.where)
+    total = min(len(rows), first or len(rows))
+    rules: list[Callable | None] = [None] * total
+
+    def words(i: int) -> dict:
+        row = {**rows[i], "folder": rows.folder}
+        filled(row, *PICTURES)
+        values = bench.read(row)
+        rules[i] = values.pop("rule", None)
+        path = (name, values.pop("part"), values.pop("cycle", ""))
+        values["source"] = "/".join(str(word).replace("/", " ") for word in path).rstrip("/")
+        values["id"] = f"{name}-{i}-{values['id']}".rstrip("-")  # its own need not be unique
+        return values
+
+    def sample(i: int) -> Sample:
+        try:
+            return Sample(image=picture(rows[i], rows.folder), kind=bench.kind, **words(i))
+        except ValueError as error:
+            raise ValueError(f"{title}: row {i}: {error}") from error
+
+    return Usable(total, words, sample, "stop", title), rules
+
+
+PICTURES = ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)))
+
+
+def picture(row: dict, folder: Path) -> Image.Image:
+    """A row's image; several are joined below each other, so that there is one to look at."""
+    cells = [cell for name in PICTURES if (cell := filled(row, name, default=None)) is not None]
+    if "image_1" not in row:
+        cells = literal(cells[0]) if str(cells[0])[:1] == "[" else cells[:1]
+    images, gap = [read_image(cell, folder) for cell in cells], 16
+    if len(images) == 1:
+        return images[0]
+    size = max(i.width for i in images), sum(i.height + gap for i in images) - gap
+    sheet, y = Image.new("RGB", size, "white"), 0
+    for image in images:
+        sheet.paste(image, (0, y))
+        y += image.height + gap
+    return sheet
+
+
+def published(
+    sources: Sequence[str], correct: Sequence[float], mean_of_parts: bool = False
+) -> dict[str, float]:
+    """The benchmark's own score, "all", and its parts'. With cycles (HR-Bench) each is the mean of
+    the cycles' accuracies; with `mean_of_parts` (VLMs are blind) "all" is a mean over tasks.
+
+    >>> published(["b/p/0", "b/p/0", "b/p/1"], [1, 0, 1])
+    {'p': 0.75, 'all': 0.75}
+    """
+    cycles: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+    for source, right in zip(sources, correct, strict=True):
+        _, part, cycle = f"{source}//".split("/")[:3]
+        cycles[cycle][part].append(right)
+    scores = defaultdict(list)
+    for parts in cycles.values():
+        means = {part: fmean(rights) for part, rights in sorted(parts.items())}
+        total = means.values() if mean_of_parts else itertools.chain(*parts.values())
+        for part, value in (means | {"all": fmean(total)}).items():
+            scores[part].append(value)
+    return {part: fmean(values) for part, values in scores.items()}
 
 
 # One table, two figures
@@ -1132,7 +1131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return compare_runs(args.compare, args.out)
         check(args)
         cpu = not torch.cuda.is_available()
-        processes = PartialState(cpu, timeout=timedelta(days=7))  # the first wait for the slowest
+        processes = PartialState(cpu, timeout=timedelta(days=7))  # the first waits for the last
         samples, own_rules = questions_of(args)
         policy = load_policy(args.model, processes.device, args.max_pixels)
     except (ValueError, FileNotFoundError) as error:
@@ -1153,19 +1152,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = json.dumps(summary | {"stages": stages}, indent=2)
     (args.out / "summary.json").write_text(text, encoding="utf-8")
     compare(stages, args.out / "compare.png")
-    print(table(stages), details(metrics), listing(tool_use(episodes)), sep="\n\n")
+    print(table(stages), details(metrics), sep="\n\n")
+    studies(args, policy, rules, episodes, second)
+    print(report(args.out, stages))
+
+
+def studies(
+    args: argparse.Namespace, policy: Policy, rules: Rules, episodes: Episodes, second: Judge | None
+) -> None:
+    """What faithfulness.py can say of the episodes beyond rates: on the screen as it comes, and in
+    studies.json."""
+    found, rewards = {"tool_use": tool_use(episodes)}, episodes.rewards
+    print("", listing(found["tool_use"]), "", sep="\n")
     if second:
         theirs = [REWARDS["tapo"]([t], second, Weights(), random.Random(0))[0] for t in episodes]
-        cells, rate, kappa = agreement(episodes, episodes.rewards, theirs)
-        print(f"\nboxes and judge agree: {rate}, kappa {kappa}; (boxes, judge): {dict(cells)}")
+        cells, agree, kappa = agreement(episodes, rewards, theirs)
+        found["judges"] = {"agree": agree, "kappa": kappa}
+        print(f"boxes and judge agree: {agree}, kappa {kappa}; (boxes, judge): {dict(cells)}\n")
     if args.perturb:
-        study = perturb(policy, episodes, episodes.rewards, rules, args.perturb, args.seed)
-        print("", study_table(study), sep="\n")
+        found["perturb"] = perturb(policy, episodes, rewards, rules, args.perturb, args.seed)
+        print(study_table(found["perturb"]), end="\n\n")
     if args.ablation:
-        direct = without_tools(policy, episodes, rules)
-        worth = evidence(policy, episodes, episodes.rewards, rules, seed=args.seed)
-        print("", listing(ablation(episodes, direct)), "", listing(worth), sep="\n")
-    print("", report(args.out, stages), sep="\n")
+        found["ablation"] = ablation(episodes, without_tools(policy, episodes, rules))
+        found["evidence"] = evidence(policy, episodes, rewards, rules, seed=args.seed)
+        print(listing(found["ablation"]), "", listing(found["evidence"]), "", sep="\n")
+    text = json.dumps(found, indent=2, default=vars)
+    (args.out / "studies.json").write_text(text, encoding="utf-8")
 
 
 def compare_runs(runs: Sequence[str], out: Path) -> None:
@@ -1186,11 +1198,16 @@ def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
     it also reads open answers, where the benchmark has that."""
     boxes = BoxJudge() if args.bench == "toy" else HALF
     if not args.judge_url:
+        if args.bench != "toy" and BENCHES[args.bench].judged:
+            print(
+                f"{args.bench} asks a judge about open answers: without --judge-url, rules decide"
+            )
         return boxes, None
     asked = ChatJudge(args.judge_url, args.judge_model, args.judge_prompt, args.out / "verdicts")
     if args.bench in ("toy", "vstar"):
         return boxes, asked
-    return (asked if BENCHES[args.bench].judged else TwoJudges(asked, boxes)), None
+    bench = BENCHES[args.bench]
+    return (asked if bench.judged or bench.kind == "search" else boxes), None
 
 
 def details(metrics: dict) -> str:
@@ -1204,9 +1221,11 @@ def draw_film(args: argparse.Namespace) -> Path:
     episodes = Episodes(Path(args.film))
     if not len(episodes):
         raise ValueError(f"no trajectories.jsonl with episodes in {args.film}")
-    pairs = [*zip(episodes, episodes.rewards)] if args.episode is None else []
-    good = (i for i, (t, r) in enumerate(pairs, 1) if r.right and faithful(finding(t, r)))
-    at = (args.episode or next(good, 1)) - 1
+    pairs = enumerate(zip(episodes, episodes.rewards), start=1)
+    good = (i for i, (t, r) in pairs if r.right and faithful(finding(t, r)))
+    at = (next(good, 1) if args.episode is None else args.episode) - 1
+    if not 0 <= at < len(episodes):
+        raise ValueError(f"--episode is 1 to {len(episodes)}, got {args.episode}")
     film(episodes[at], episodes.rewards[at], args.out / "film.png")
     return args.out / "film.png"
 

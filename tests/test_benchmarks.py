@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ANSWER, LOOK, RULES, SHORT, scripted
@@ -25,6 +26,7 @@ from evaluate import (
     by_rule,
     evaluate,
     film,
+    judges_of,
     fingerprint,
     load_bench,
     main,
@@ -32,7 +34,7 @@ from evaluate import (
     picture,
     published,
 )
-from rewards import BoxJudge, Reward
+from rewards import BoxJudge, ChatJudge, Reward
 from rollout import Trajectory
 
 
@@ -113,10 +115,10 @@ WORDS = {  # id, question, options, answer, part
     "vstar, tsv": ("7", "Which one?", ("red", "blue", "green"), "B", "relative_position"),
     "hrbench, tsv": ("12", "Which one?", ("red", "blue", "green"), "C", "FCP"),
     "mme, tsv": ("5", "Which one?", ("red", "blue", "green"), "A", "Perception"),
-    "mme, parquet": (5, "Which one?", ("red", "blue (dark)"), "B", "Reasoning"),
+    "mme, parquet": ("5", "Which one?", ("red", "blue (dark)"), "B", "Reasoning"),
     "mme, json": ("x/1", "Which one?", ("red", "blue"), "A", "Perception"),
     "vlmblind, tsv": ("0", "How many? e.g. {3}", (), "4", "Nested Squares"),
-    "vlmblind, hub": (None, "How many? e.g. {3}", (), "4", "Nested Squares"),
+    "vlmblind, hub": ("", "How many? e.g. {3}", (), "4", "Nested Squares"),
     "mathvista, choice": ("1", "Larger?", ("yes", "no"), "no", "figure question answering"),
     "mathvista, float": ("2", "How long? (Unit: m)\nAnswer with a number with 1 decimals.", (),
                          "1.20", "geometry problem solving"),
@@ -127,7 +129,7 @@ WORDS = {  # id, question, options, answer, part
     "mathverse, tsv": ("11", "x?", (), "y=2", "Vision Dominant"),
     "mathvision": ("4", "What?", (), "\\frac{1}{2}", "algebra"),
     "mathvision, tsv": ("5", "Which?", ("A", "B", "C"), "C", "counting"),
-    "charxiv, hub": (None, "Which falls?", (), "the red one", "reasoning"),
+    "charxiv, hub": ("", "Which falls?", (), "the red one", "reasoning"),
     "charxiv, tsv": ("1", "How many lines?", (), "5", "descriptive"),
     "mmmu, choice": (
         "validation_Art_Theory_3",
@@ -185,7 +187,7 @@ def test_a_tsv_is_loaded_lazily_and_its_bad_row_is_named(tmp_path):
     assert len(samples) == 2 and rules == [None, None]  # the broken picture was not looked at
     sample = samples[0]
     assert sample.image.size == (40, 30) and sample.kind == "search"
-    assert (sample.id, sample.source) == ("hrbench4k-0", "hrbench4k/FCP/3")
+    assert (sample.id, sample.source) == ("hrbench4k-0-0", "hrbench4k/FCP/3")
     with pytest.raises(ValueError, match=r"hrbench4k .*hr\.tsv\): row 1: "):
         samples[1]
     rows[1]["answer"] = "Z"
@@ -525,5 +527,46 @@ def test_an_episode_is_drawn_as_a_film_strip(policy, tmp_path, capsys):
     assert blue > 5000  # the box of the look, and the policy's part of the bar
     with pytest.raises(SystemExit):
         main(["--film", str(tmp_path / "none")])
+    with pytest.raises(SystemExit):
+        main(["--film", str(tmp_path), "--episode", "3"])
+    errors = capsys.readouterr().err
+    assert "no trajectories.jsonl" in errors and "--episode is 1 to 2, got 3" in errors
     odd = replace(samples[0], question="$x_1$ ^ {", options=("$", "\\frac{", "%"))
     film(Trajectory(odd, acted=[True], answer="$\\x$"), Reward(None, 0.0, 0.0), tmp_path / "x.png")
+
+
+def test_lies_and_ablations_are_printed_and_kept(policy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
+    monkeypatch.setattr(module, "check_checkpoint", lambda name: None)
+    monkeypatch.setattr(module, "load_toy", lambda *_: toy_questions(2, "lies", neutral_share=0.0))
+    flags = ["--perturb", "mask,empty", "--ablation", "--turns", "2", "--max-new-tokens", "40"]
+    with scripted(policy, [[LOOK, ANSWER], [ANSWER], [ANSWER, ANSWER]]):
+        main(["--model", "m", *flags, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "studies.json").read_text())
+    assert set(found) == {"tool_use", "perturb", "ablation", "evidence"}
+    assert set(found["perturb"]["toy"]) == {"mask", "empty"}
+    assert found["perturb"]["toy"]["mask"]["possible"]["denominator"] == 1  # one of two looked
+    assert found["ablation"]["with tools"]["denominator"] == 2
+    for words in ("after a hit", "solved only with", "evidence value", "decorative crops"):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    "bench, url, kinds",
+    [
+        ("toy", None, (BoxJudge, None)),
+        ("vstar", None, (BoxJudge, None)),
+        ("vstar", "http://x/v1", (BoxJudge, ChatJudge)),
+        ("hrbench8k", "http://x/v1", (ChatJudge, None)),
+        ("charxiv", "http://x/v1", (ChatJudge, None)),
+        ("vlmblind", "http://x/v1", (BoxJudge, None)),
+    ],
+)
+def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(bench, url, kinds, tmp_path):
+    args = SimpleNamespace(bench=bench, judge_url=url, judge_model="m", out=tmp_path,
+                           judge_prompt="evaluation_original")  # fmt: skip
+    judge, second = judges_of(args)
+    assert (type(judge), second and type(second)) == kinds
+    if bench == "vstar":
+        assert judge.visible == 0.5

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from evaluate import (
     picture_url,
     read_trajectories,
     report,
+    report_runs,
     runs_of,
     scored,
     table,
@@ -551,3 +553,32 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     hostile.write_text(file.read_text() + PROBE)
     seen = browse(tmp_path, "--dump-dom", hostile.as_uri())
     assert "<select" in seen and "<title>What it looked at" in seen
+
+
+SIDES = """<script>
+Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});
+const boxes = [...document.body.querySelectorAll("*")].map(e => e.getBoundingClientRect());
+const [a, b] = [...document.querySelectorAll("section")].map(e => e.getBoundingClientRect());
+const result = {width: Math.max(...boxes.map(box => box.right)), beside: a.top == b.top};
+document.title = JSON.stringify(result);
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+@pytest.mark.parametrize("width, beside", [(1280, True), (390, False)])
+def test_runs_stand_side_by_side_on_a_screen_and_below_each_other_on_a_phone(
+    width, beside, tmp_path
+):
+    runs = [str(tmp_path / ("a_long_name_for_a_run_" * 3 + letter)) for letter in "ab"]
+    for run in runs:
+        write_trajectories(*worked_example(), Path(run))
+    columns = {f"{run} toy": {"n": 3, "accuracy": 0.5} for run in runs}
+    compare(columns, tmp_path / "compare.png")
+    text = report_runs(tmp_path, runs, columns).read_text()
+    probed = tmp_path / "probed.html"
+    text = re.sub(r"<meta http-equiv[^>]*>", "", text) + SIDES.replace("WIDTH", str(width))
+    probed.write_text(text)
+    seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
+    result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
+    assert result == {"width": pytest.approx(width, abs=width / 2), "beside": beside}
+    assert result["width"] <= width
