@@ -9,13 +9,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ANSWER, LOOK, RULES, scripted
+from safetensors.torch import load_file
 
 import train
 from rollout import Policy, play
@@ -392,3 +395,66 @@ def test_what_public_data_need_is_asked_for_at_once(words, message, capsys, tmp_
     with pytest.raises(SystemExit):
         parse_config(["--out", str(tmp_path / "run"), *words])
     assert message in capsys.readouterr().err
+
+
+# --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Finds every output useful and every open answer wrong."""
+
+    def do_POST(self):
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        verdict = {"reason": "r", "same": False, "score": 1}
+        if "candidate" not in asked:
+            del verdict["same"]
+        else:
+            del verdict["score"]
+        reply = {"choices": [{"message": {"content": json.dumps(verdict)}}]}
+        body = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+MAKE = ROOT.parent / "shared" / "standin" / "make_checkpoint.py"
+
+
+@pytest.mark.skipif(not MAKE.exists(), reason="no stand-in checkpoint beside the project")
+def test_the_7b_recipe_runs_on_a_stand_in_and_can_be_resumed(tmp_path):
+    made = run(sys.executable, str(MAKE), str(tmp_path / "standin"))
+    assert made.returncode == 0, made.stderr
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    out, fixtures = tmp_path / "run", ROOT / "tests" / "fixtures"
+    words = f"""train.py --preset codev-7b --model {tmp_path}/standin --out {out}
+        --sft-data {fixtures}/thyme_sft.jsonl --rl-data {fixtures}/codev_rl.parquet
+        --judge-url http://127.0.0.1:{server.server_port}/v1 --sft-steps 2 --rl-steps 2
+        --questions 2 --rollouts 4 --max-pixels 100352 --max-new-tokens 12 --sft-batch 4
+        --save-every 1 --kv-budget-gb 1 --tracker tensorboard""".split()
+    done = run(sys.executable, *words)
+    server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 rows loaded, 0 skipped" in done.stdout
+    assert "9 of 9 rows loaded, 0 skipped" in done.stdout
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [(line["stage"], line["step"]) for line in lines] == [
+        ("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2)
+    ]  # fmt: skip
+    for name in ("summary.json", "report.html", "rl/model.safetensors", "skipped-sft.jsonl"):
+        assert (out / name).stat().st_size >= (name != "skipped-sft.jsonl"), name
+    assert list(out.rglob("events.out.tfevents*"))
+    exported = json.loads((out / "rl" / "preprocessor_config.json").read_text())
+    assert exported["size"]["longest_edge"] == 100_352
+    before, after = (
+        load_file(p / "model.safetensors") for p in (tmp_path / "standin", out / "sft")
+    )
+    seeing = {name for name in before if "visual" in name}
+    assert all(torch.equal(before[name].float(), after[name]) for name in seeing)  # frozen
+    assert any(not torch.equal(before[name].float(), after[name]) for name in set(before) - seeing)
+    again = run(sys.executable, "train.py", "--resume", str(out))
+    assert again.returncode == 0 and "no tool" in again.stdout, again.stderr
