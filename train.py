@@ -24,6 +24,7 @@ uninterrupted one does, and two processes play the same games as one.
 
 import argparse
 import copy
+import gc
 import importlib.util
 import json
 import math
@@ -526,6 +527,7 @@ class Run:
     def open(self, config: Config, stage: str, start: str | Path, lr: float, betas: tuple, device):
         """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
         The policy learns, cut over all processes; the actor plays."""
+        gc.collect()  # the last stage's policy: its hooks hold on to each other
         with self.clock("load"):
             policy = load_policy(start, device, config.max_pixels or None)
             if config.freeze_vision in (stage, "both"):
