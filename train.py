@@ -698,9 +698,8 @@ def measure_policy(run: Run, config: Config, actor: Policy, out: Path | None = N
         if run.n > 1:  # each plays its part of the questions
             out = out or run.folder / "sft-episodes"
             several = dict(wave=math.ceil(len(world.measured) / run.n), processes=PartialState())
-        return evaluate(actor, world.measured, world.examiner, rules=yardstick, out=out, **several)[
-            0
-        ]
+        how = dict(rules=yardstick, out=out) | several
+        return evaluate(actor, world.measured, world.examiner, **how)[0]
 
 
 # The two stages
