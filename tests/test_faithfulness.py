@@ -431,7 +431,9 @@ BASE = {"question": "Which?", "image": "map.png", "answer": "A", "correct": True
 
 
 def write(folder, *lines):
-    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    texts = (
+        line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines
+    )
     (folder / "t.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
     return folder / "t.jsonl"
 
@@ -440,7 +442,7 @@ def test_any_agents_steps_are_held_against_the_targets(folder):
     target = [76, 76, 120, 120]
     steps = [
         {"box": [70.5, 60, 130, 400], "text": "The line separator \u2028 is text."},
-        {"box": [0, 0, 60, 60]},
+        {"box": [-4, -0.5, 60, 60]},
         {"box": [0, 0, 60, 60], "score": 1},
         {"image": "shown.png"},
         {"image": "shown.png", "box": [64, 64, 128, 128]},
@@ -449,7 +451,8 @@ def test_any_agents_steps_are_held_against_the_targets(folder):
     ]
     line = BASE | {"targets": [target], "steps": steps, "id": "q"}
     ((t, reward),) = read_foreign(write(folder, line))
-    assert t.tool_steps[0].observation.boxes == [(70, 60, 130, 256)]  # outwards, and cut
+    boxes = [step.observation.boxes for step in t.tool_steps[:2]]
+    assert boxes == [[(70, 60, 130, 256)], [(0, 0, 60, 60)]]  # outwards, and cut
     assert reward.steps == (1.0, 0.0, 1, None, 1.0, -1.0, 0.0)
     assert t.tool_steps[4].observation.images[0].size == (9, 9)
     f = finding(t, reward)
