@@ -289,6 +289,17 @@ def test_runs_are_compared_in_one_table_and_one_figure(tmp_path, capsys):
     compare({}, tmp_path / "empty.png")
 
 
+def test_a_figure_shows_how_sure_a_rate_is(tmp_path):
+    def blue(interval):
+        metrics = {"faithful": 0.5, "rates": {"faithful": {"interval": interval}}}
+        compare({"a": metrics}, tmp_path / "compare.png")
+        pixels = np.asarray(Image.open(tmp_path / "compare.png").convert("RGB"))
+        return (pixels == (0, 114, 178)).all(-1).sum()
+
+    none, narrow, wide = map(blue, (None, (0.45, 0.55), (0.1, 0.9)))
+    assert none < narrow < wide
+
+
 # --- the page --------------------------------------------------------------------------------
 
 
@@ -336,6 +347,15 @@ def test_the_page_shows_each_episode_as_a_film_strip():
     bar = [(i["style"], i.get("class")) for i in seen.all("i")[:5]]
     lengths = [(30, None), (10, "acted"), (5, None), (10, "acted"), (5, None)]
     assert bar == [(f"flex:{length} 0 0", name) for length, name in lengths]
+
+
+def test_an_answer_that_no_judge_could_read_is_neither_right_nor_wrong(tmp_path):
+    pairs = [episode(right=right) for right in (1.0, 0.0, None)]
+    cards = Reader(shown(*zip(*pairs), {})).all("article")
+    assert [card["data-answer"] for card in cards] == ["correct", "wrong", "no verdict"]
+    write_trajectories(*zip(*pairs), tmp_path)
+    lines = map(json.loads, (tmp_path / "trajectories.jsonl").open())
+    assert [line["correct"] for line in lines] == [True, False, None]
 
 
 HOSTILE = [
