@@ -74,7 +74,7 @@ def torchrun(*words, n=2, **kwargs):
     quiet = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, *map(str, words)], cwd=ROOT, env=quiet, capture_output=True, text=True,
-        timeout=240, **kwargs,
+        timeout=600, **kwargs,
     )  # fmt: skip
 
 
