@@ -16,7 +16,7 @@ Concept     Two ideas carry this project, and both live here.
 Paper       CodeV, arXiv:2511.19661, Eq. 2
 In          Samples, a Policy
 Out         groups of Trajectories
-Left out    rewards (rewards.py); a sampler of our own (HF generate does it)
+Left out    rewards (rewards.py); a decoding loop of our own (HF generate does it)
 Read next   rewards.py (what a trajectory earns), grpo.py (how it is learnt from)
 
 Shapes      B rows in play   L slots so far, padding and cut tails included   P patches   V words

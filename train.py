@@ -24,6 +24,7 @@ uninterrupted one does, and two processes play the same games as one.
 
 import argparse
 import copy
+import gc
 import importlib.util
 import json
 import math
@@ -47,7 +48,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from tqdm import tqdm
 from transformers import Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
@@ -526,6 +527,7 @@ class Run:
     def open(self, config: Config, stage: str, start: str | Path, lr: float, betas: tuple, device):
         """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
         The policy learns, cut over all processes; the actor plays."""
+        gc.collect()  # the last stage's policy: its hooks hold on to each other
         with self.clock("load"):
             policy = load_policy(start, device, config.max_pixels or None)
             if config.freeze_vision in (stage, "both"):
@@ -691,11 +693,13 @@ def measure_policy(run: Run, config: Config, actor: Policy, out: Path | None = N
     """The same questions and the same sampling seed for every run. On the toy at temperature 1,
     where shares mirror the policy; greedy decoding shows only its likeliest routes."""
     with run.clock("evaluation"):
-        if not run.first:
-            return {}
-        world = run.world(config, actor)
+        world, several = run.world(config, actor), {}
         yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)
-        return evaluate(actor, world.measured, world.examiner, rules=yardstick, out=out)[0]
+        if run.n > 1:  # each plays its part of the questions
+            out = out or run.folder / "sft-episodes"
+            several = dict(wave=math.ceil(len(world.measured) / run.n), processes=PartialState())
+        how = dict(rules=yardstick, out=out) | several
+        return evaluate(actor, world.measured, world.examiner, **how)[0]
 
 
 # The two stages

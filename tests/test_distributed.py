@@ -2,6 +2,7 @@
 
 Run by torchrun, this file is also the two processes (`work`, below)."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ANSWER, LOOK, PRINT, RULES, SHORT, TWO, scripted
+from conftest import ANSWER, LOOK, PRINT, RULES, TWO, scripted
+from conftest import SHORT as RED
 
 from data import toy_questions
 from grpo import (
@@ -29,12 +31,18 @@ from grpo import (
     sync,
     whole,
 )
-from rollout import Trajectory, play
+from rollout import Trajectory, load_policy, play
 from sft import mean_logp, rows_of, tiny_policy
+from train import Config, Run
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST, SLOW = [[SHORT], [ANSWER], [SHORT]], [[LOOK, PRINT, SHORT], [TWO, LOOK, ANSWER], [SHORT]]
+FAST = [[RED], [ANSWER], [RED]]
+SLOW = [[LOOK, PRINT, RED], [TWO, LOOK, ANSWER], [RED]]
 A = torch.tensor([[0.75, -0.25, -0.5], [1.0, -0.5, -0.5], [0.2, 0.3, -0.5], [0.0, 1.0, -1.0]])
+# fmt: off
+SHORT = ["--sft-steps", "8", "--sft-demos", "40", "--rl-steps", "3", "--questions", "4",
+         "--rollouts", "4", "--eval-questions", "8", "--save-every", "2", "--sft-lr", "8e-3"]
+# fmt: on
 OBJECTIVES = {
     "one micro-batch": dict(),
     "many, of unequal number": dict(row_tokens=150),
@@ -42,6 +50,15 @@ OBJECTIVES = {
     "one process has nothing to learn": dict(beta=0.0),
     "two updates": dict(updates=2),
 }
+
+
+class Found(tuple):
+    """What `work` left."""
+
+    def __new__(cls, values, folder):
+        made = super().__new__(cls, values)
+        made.folder = folder
+        return made
 
 
 class Still(torch.optim.SGD):
@@ -57,7 +74,7 @@ def torchrun(*words, n=2, **kwargs):
     quiet = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, *map(str, words)], cwd=ROOT, env=quiet, capture_output=True, text=True,
-        timeout=240, **kwargs,
+        timeout=600, **kwargs,
     )  # fmt: skip
 
 
@@ -137,10 +154,46 @@ def work(out: Path) -> None:
     batch = rows_of(policy, groups[1])
     with torch.no_grad():
         acted, scored = log_probs(actor, batch)[0], log_probs(policy, level(policy, [batch])[0])[0]
+    resumed = saved_and_resumed(policy, actor, mine(groups), out.parent / "run")
     if processes()[0] == 0:
-        torch.save((found, held, (acted - scored).abs().max().item()), out)
+        torch.save((found, held, (acted - scored).abs().max().item(), resumed), out)
     assert gathered("x") == ["x", "x"]
     dist.destroy_process_group()
+
+
+def saved_and_resumed(policy, actor, groups, folder):
+    """Weights after a step, a checkpoint and a step; and after the checkpoint and the same step
+    again. Exports the first."""
+    run = Run(Config(out=str(folder), timeout=60))
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-2)
+
+    def step():
+        learn(policy, optimizer, groups, mine(A), None, Objective(beta=0.0))
+        return {name: whole(p.detach()).clone() for name, p in policy.model.named_parameters()}
+
+    step()
+    run.save(policy, optimizer, 1)
+    straight = step()
+    sync(policy, actor)
+    if run.first:
+        actor.save(folder / "export")
+    fresh = torch.optim.AdamW(policy.model.parameters(), lr=1e-2)
+    run.restore(policy, fresh, "checkpoint-sft-1")
+    optimizer = fresh
+    return straight, step()
+
+
+def stall(out: Path) -> None:
+    """Process 1 never comes to learn."""
+    dist.init_process_group("gloo")
+    run = Run(Config(out=str(out), timeout=3))
+    run.now = "after rl step 7"
+    with run.clock("act"):
+        pass
+    if not run.first:
+        time.sleep(120)
+    with run.clock("learn"):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +201,7 @@ def two(tmp_path_factory):
     out = tmp_path_factory.mktemp("two") / "found.pt"
     done = torchrun(__file__, out)
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(out, weights_only=False)
+    return Found(torch.load(out, weights_only=False), out.parent)
 
 
 @pytest.fixture(scope="module")
@@ -176,5 +229,49 @@ def test_each_process_holds_half_and_the_actor_is_the_policy(two, policy):
     assert two[2] == 0
 
 
+def test_saved_and_resumed_the_next_step_is_the_same_to_the_bit(two):
+    straight, resumed = two[3]
+    assert all(torch.equal(weight, resumed[name]) for name, weight in straight.items())
+
+
+def test_the_export_is_the_whole_policy(two, tmp_path_factory):
+    again = load_policy(two.folder / "run" / "export")
+    for name, p in again.model.named_parameters():
+        assert torch.equal(p, two[3][0][name]), name
+
+
+def test_a_checkpoint_of_two_is_read_by_one(two, policy):
+    """Its step, done by one process, ends with the weights that two ended with."""
+    alone = tiny_policy(seed=0)
+    optimizer = torch.optim.AdamW(alone.model.parameters(), lr=1e-2)
+    Run(Config(out=str(two.folder / "run"))).restore(alone, optimizer, "checkpoint-sft-1")
+    learn(alone, optimizer, union(policy), A, None, Objective(beta=0.0))
+    for name, p in alone.model.named_parameters():
+        assert torch.allclose(p, two[3][0][name], atol=1e-6), name
+
+
+def test_a_process_that_does_not_come_is_named_within_the_timeout(tmp_path):
+    began = time.time()
+    done = torchrun(__file__, tmp_path, "stall")
+    assert done.returncode != 0 and time.time() - began < 100
+    assert "Ranks 1 failed to pass monitoredBarrier in 3000 ms" in done.stderr
+    assert "process 0 of 2, at `learn`, after rl step 7" in done.stderr
+
+
+def test_two_processes_end_with_the_log_of_one(tmp_path):
+    """The whole command line: rewards equal, losses within 1e-4, and one voice."""
+    logs = []
+    for n in (1, 2):
+        done = torchrun("train.py", "--out", tmp_path / str(n), *SHORT, n=n)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("step    3") == 1 and done.stdout.count("no tool") == 1
+        lines = (tmp_path / str(n) / "log.jsonl").read_text().splitlines()
+        logs.append([json.loads(line) for line in lines])
+    for one, two in zip(*logs, strict=True):
+        assert one.pop("loss") == pytest.approx(two.pop("loss"), abs=1e-4)
+        assert one == pytest.approx(two, rel=1e-4, nan_ok=True)
+        assert one.get("reward") == two.get("reward")
+
+
 if __name__ == "__main__":
-    work(Path(sys.argv[1]))
+    (stall if "stall" in sys.argv else work)(Path(sys.argv[1]))

@@ -1,19 +1,27 @@
 """python -m pytest tests/test_train.py      about 60 s: the command line, and whole runs of it"""
 
+import copy
 import importlib
+import importlib.util
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import ANSWER, LOOK, RULES, scripted
+from safetensors.torch import load_file
 
 import train
+from rollout import Policy, play
 from train import Config, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,7 +147,7 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
         return [[reward(1.0, 0.0, 0.0, (), None if k == 0 else float(k)) for k, _ in enumerate(g)]
                 for g in groups]  # fmt: skip
 
-    def learn(policy, optimizer, groups, advantage, reference, objective):
+    def learn(policy, optimizer, groups, advantage, reference, objective, turns):
         seen.update(advantage=advantage, reference=reference, objective=objective)
         raise KeyboardInterrupt
 
@@ -147,8 +155,11 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "play", play)
     monkeypatch.setattr(train, "score", score)
     monkeypatch.setattr(train, "learn", learn)
-    monkeypatch.setattr(train.Run, "open", lambda *_: (None, type("O", (), {"param_groups": []})))
+    opened = (None, None, type("O", (), {"param_groups": []}))
+    monkeypatch.setattr(train.Run, "open", lambda *_: opened)
     monkeypatch.setattr(train, "load_policy", lambda *_: "the SFT model")
+    monkeypatch.setattr(train, "shard", lambda _: None)
+    monkeypatch.setattr(train, "VerdictWatch", lambda: lambda *_: None)
     flags = "--reward tool_bonus --adv-norm std --ratio-anchor ref --beta 0 --shortcut 0"
     argv = ["train.py", *flags.split(), "--rollouts", "3", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
@@ -219,25 +230,39 @@ def test_the_log_holds_what_the_optimiser_held(finished):
     assert all(line["clip_fraction"] == 0 for line in rl)  # one step a batch: ratio 1
 
 
+DIES_WHILE_SAVING = """
+import os, signal, sys, train
+whole = train.dcp.save
+def half(state, checkpoint_id):
+    whole(state, checkpoint_id=checkpoint_id)
+    (checkpoint_id / ".metadata").unlink()  # it is written last
+    next(checkpoint_id.glob("*.distcp")).write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+train.dcp.save = half
+sys.argv = ["train.py", "--resume", sys.argv[1]]
+train.main()
+"""
+
+
 def test_killed_twice_and_resumed_it_ends_the_same(finished, tmp_path):
-    """kill -9 in the middle of each stage, the last part under `accelerate launch`: log, weights
-    and results equal the uninterrupted run's."""
+    """kill -9 in a later pass over the demonstrations, and in the middle of saving; the last part
+    under `accelerate launch`: log, weights and results equal the uninterrupted run's."""
     out = tmp_path / "killed"
-    words = command(out)
-    for lines in (7, 17):  # inside SFT, inside TAPO
-        process = subprocess.Popen(
-            words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        log = out / "log.jsonl"
-        deadline = time.time() + 120
-        while not (log.exists() and log.read_bytes().count(b"\n") >= lines):
-            assert process.poll() is None and time.time() < deadline
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        words = [sys.executable, "train.py", "--resume", str(out)]
+    process = subprocess.Popen(
+        command(out), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    log = out / "log.jsonl"
+    deadline = time.time() + 200
+    while not (log.exists() and log.read_bytes().count(b"\n") >= 7):
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert json.loads((out / "state.json").read_text())["step"] in (6, 8)
+    died = run(sys.executable, "-c", DIES_WHILE_SAVING, out)
+    assert died.returncode == -signal.SIGKILL, died.stderr
     launch = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
-    done = run(sys.executable, *launch, *words[1:])
+    done = run(sys.executable, *launch, "train.py", "--resume", str(out))
     assert done.returncode == 0, done.stderr
     whole = finished[0]
     assert (out / "log.jsonl").read_bytes() == (whole / "log.jsonl").read_bytes()
@@ -257,15 +282,179 @@ def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
     assert len(a_run.log_lines("sft")) == 6
 
 
-def test_a_half_written_checkpoint_is_never_used(tmp_path, policy):
-    config = Config(out=str(tmp_path))
+@pytest.fixture
+def learner(policy):
+    model = copy.deepcopy(policy.model)
+    learner = Policy(model, policy.tokenizer, policy.image_processor)
+    return learner, torch.optim.AdamW(model.parameters())
+
+
+def test_a_half_written_checkpoint_is_never_used(tmp_path, learner):
+    config = Config(out=str(tmp_path), keep=1)
     a_run = train.Run(config)
-    optimizer = train.torch.optim.AdamW(policy.model.parameters())
-    a_run.save(policy, optimizer, 2)
+    a_run.save(*learner, 2)
     (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
-    (tmp_path / "checkpoint-sft-4" / "optimizer.pt").write_bytes(b"half")
+    (tmp_path / "checkpoint-sft-4" / "__0_0.distcp").write_bytes(b"half")
     again = train.Run(config)
     assert again.state["checkpoint"] == "checkpoint-sft-2"
-    again.save(policy, optimizer, 4)
+    again.save(*learner, 4)
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-sft-4"]
-    again.open(config, "tiny", 1e-3, (0.9, 0.95), "cpu")
+    toy = Config(out=str(tmp_path), freeze_vision="none", max_pixels=0)
+    again.open(toy, "sft", "tiny", 1e-3, (0.9, 0.95), "cpu")
+
+
+def test_the_last_few_checkpoints_are_kept_and_the_best(tmp_path, learner):
+    a_run = train.Run(Config(out=str(tmp_path), keep=2))
+    a_run.update(stage="rl")
+    for step, reward in enumerate([0.1, 0.9, 0.9, 0.8, 0.2, 0.3, 0.1, 0.1], start=1):
+        a_run.log({"stage": "rl", "step": step, "reward": reward, "grad_norm": 1.0})
+        if step % 2 == 0:
+            a_run.save(*learner, step)
+    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {
+        "checkpoint-rl-4", "checkpoint-rl-6", "checkpoint-rl-8"
+    }  # fmt: skip
+    assert a_run.state["best"]["step"] == 4 and a_run.state["best"]["reward"] == pytest.approx(0.85)
+    a_run.update(kept=[])
+    a_run.export_best(*learner[:1], *learner, steps=8)
+    assert (tmp_path / "rl-best" / "model.safetensors").exists()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_checkpoint_gives_back_weights_and_moments_to_the_bit(tmp_path, learner):
+    policy, optimizer = learner
+    for p in policy.model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run.save(policy, optimizer, 2)
+    want = copy.deepcopy(train.training_state(policy, optimizer))
+    optimizer.step()
+    fresh = torch.optim.AdamW(policy.model.parameters())
+    a_run.restore(policy, fresh, "checkpoint-sft-2")
+    got = train.training_state(policy, fresh)
+    for name, weight in want["weights"].items():
+        assert torch.equal(weight, got["weights"][name])
+    for name, moments in want["moments"].items():
+        assert all(torch.equal(moments[k], got["moments"][name][k]) for k in moments)
+
+
+@pytest.mark.parametrize("node, code, words", [
+    ("8x80", 0, ["8,292,166,656", "reference       4.1", "409,600 trajectories", "it fits"]),
+    ("4x24", 2, ["it does not fit", "--beta 0 (no reference)    saves  8.3 GB", "lower --max-l"]),
+    ("eight", 2, ["--plan wants GPUs x GB"]),
+])  # fmt: skip
+def test_a_plan_says_what_fits_and_what_to_lower(node, code, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(["--preset", "codev-7b", "--plan", node])
+    assert stopped.value.code == code
+    said = "".join(capsys.readouterr())
+    assert all(word in said for word in words), said
+
+
+def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(tmp_path, policy):
+    config = Config(rl_data=str(ROOT / "tests/fixtures/codev_rl.parquet"), out=str(tmp_path),
+                    judge_url="http://127.0.0.1:9/v1", questions=3)  # fmt: skip
+    world, again = (train.data_world(config, policy, tmp_path) for _ in range(2))
+    n = 9 - len(world.measured)
+    ids = [[s.id for s in world.questions(step)] for step in range(2 * n)]
+    flat = [i for step in ids for i in step]
+    held = {s.id for s in world.measured}
+    assert len(held) == 1 and not held & set(flat)
+    for epoch in range(6):
+        assert len(set(flat[epoch * n : (epoch + 1) * n])) == n
+    assert [s.id for s in again.questions(4)] == ids[4]  # step 4 is in the second pass
+    assert (tmp_path / "skipped-rl.jsonl").exists()
+
+
+def test_an_episode_can_be_read(policy, samples):
+    with scripted(policy, [[LOOK, ANSWER]]):
+        ((t,),) = play(policy, samples[:1], 1, RULES)
+    for episode in (t, train.light(t)):
+        text = train.transcript(episode, train.Reward(1.0, 1.0, 0.0, (1.0,), 1.2))
+        for part in (t.sample.question, LOOK, "[picture 64 x 64, of (64, 128, 128, 192)]", "1.2"):
+            assert part in text
+    assert t.sample.image.getpixel((0, 0)) and not train.light(t).images
+
+
+def test_an_error_says_whose_it_is_and_where(tmp_path):
+    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
+    with pytest.raises(KeyError) as error, a_run.clock("learn"):
+        raise KeyError("x")
+    assert error.value.__notes__ == ["process 0 of 1, at `learn`, after rl step 3"]
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--preset", "codev-7b"], "give --judge-url"),
+    (["--rl-data", "x.parquet"], "give --judge-url"),
+    (["--sft-steps", "-1"], "counts passes over --sft-data"),
+    (["--tracker", "wandb"], "pip install wandb"),
+])  # fmt: skip
+def test_what_public_data_need_is_asked_for_at_once(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse_config(["--out", str(tmp_path / "run"), *words])
+    assert message in capsys.readouterr().err
+
+
+# --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Finds every output useful and every open answer wrong."""
+
+    def do_POST(self):
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        verdict = {"reason": "r", "same": False, "score": 1}
+        if "candidate" not in asked:
+            del verdict["same"]
+        else:
+            del verdict["score"]
+        reply = {"choices": [{"message": {"content": json.dumps(verdict)}}]}
+        body = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+MAKE = ROOT.parent / "shared" / "standin" / "make_checkpoint.py"
+
+
+@pytest.mark.skipif(not MAKE.exists(), reason="no stand-in checkpoint beside the project")
+def test_the_7b_recipe_runs_on_a_stand_in_and_can_be_resumed(tmp_path):
+    made = run(sys.executable, str(MAKE), str(tmp_path / "standin"))
+    assert made.returncode == 0, made.stderr
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    out, fixtures = tmp_path / "run", ROOT / "tests" / "fixtures"
+    words = f"""train.py --preset codev-7b --model {tmp_path}/standin --out {out}
+        --sft-data {fixtures}/thyme_sft.jsonl --rl-data {fixtures}/codev_rl.parquet
+        --judge-url http://127.0.0.1:{server.server_port}/v1 --sft-steps 2 --rl-steps 2
+        --questions 2 --rollouts 4 --max-pixels 100352 --max-new-tokens 12 --sft-batch 4
+        --save-every 1 --kv-budget-gb 1 --tracker tensorboard""".split()
+    done = run(sys.executable, *words)
+    server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 rows loaded, 0 skipped" in done.stdout
+    assert "9 of 9 rows loaded, 0 skipped" in done.stdout
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [(line["stage"], line["step"]) for line in lines] == [
+        ("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2)
+    ]  # fmt: skip
+    for name in ("summary.json", "report.html", "rl/model.safetensors", "skipped-sft.jsonl"):
+        assert (out / name).stat().st_size >= (name != "skipped-sft.jsonl"), name
+    assert list(out.rglob("events.out.tfevents*"))
+    exported = json.loads((out / "rl" / "preprocessor_config.json").read_text())
+    assert exported["size"]["longest_edge"] == 100_352
+    before, after = (
+        load_file(p / "model.safetensors") for p in (tmp_path / "standin", out / "sft")
+    )
+    seeing = {name for name in before if "visual" in name}
+    assert all(torch.equal(before[name].float(), after[name]) for name in seeing)  # frozen
+    assert any(not torch.equal(before[name].float(), after[name]) for name in set(before) - seeing)
+    again = run(sys.executable, "train.py", "--resume", str(out))
+    assert again.returncode == 0 and "no tool" in again.stdout, again.stderr
