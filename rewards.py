@@ -7,9 +7,15 @@ Concept     A right answer pays. Having looked in the right place pays a little 
 Paper       CodeV, arXiv:2511.19661, Eqs. 5 and 6; Fig. 9 shows that a format reward exists. It
             gives no numbers but |lambda_tool| < |lambda_acc|: all values below are ours.
 In          groups of Trajectories (K rollouts of one question), a judge, weights
-Out         one Reward a trajectory, its parts kept apart
-Left out    a judge that sees (BoxJudge replaces it where boxes are known); open-ended answers
+Out         one Reward a trajectory, its parts kept apart; what it has for single turns
+Left out    judges that are trained; the values of others' settings
+Parts       answers, format, judges, TAPO, scoring: here CodeV ends. Then what other papers pay
+            for, a served model as judge, how far a judge can be trusted, the hacking zoo
 Read next   grpo.py (what rewards teach), faithfulness.py (the same scores, as a measurement)
+
+    python rewards.py                                     the hacking zoo, under every reward
+    python rewards.py --audit runs/toy/trajectories.jsonl --judge boxes
+    python rewards.py --audit FILE --judge http://host:8000/v1 --judge-model NAME
 """
 
 from __future__ import annotations
@@ -39,7 +45,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 
 import httpx2
 from PIL import Image, ImageDraw
@@ -116,7 +124,7 @@ def is_open(answer: str | None, sample: Sample) -> bool:
     """Is it for a judge to say whether this is right? Not where the reference is an option, a
     number or a formula; nor where the reply says nothing: judges pass ":" and openers (*)."""
     reference = unwrap(sample.answer)
-    ruled = sample.options or len(reference) == 1 or read_number(reference) or is_formula(reference)
+    ruled = sample.options or len(reference) < 2 or read_number(reference) or is_formula(reference)
     if ruled or answer is None or len(answer) > MAX_ANSWER:
         return False
     said = final_answer(answer)
@@ -518,238 +526,32 @@ def ran_well(seen: Observation) -> bool:
     return not (seen.error or seen.timed_out or seen.blocked or seen.environment)
 
 
-def credit_steps(group: Group, rewards: list[Reward], alpha: float) -> list[Reward]:
-    """A deviation of ours: the paper gives every token of a trajectory the same advantage. With
-    `step_credit` alpha, turn t also gets alpha * (r_t - mean of r over the group's tool steps)."""
-    known = [s for r in rewards if r.total is not None for s in r.steps if s is not None]
-    mean, credited = sum(known) / max(len(known), 1), []
-    for t, r in zip(group, rewards):
-        scores = iter(r.steps if r.total is not None else ())
-        own = [next(scores, None) if step.observation else None for step in t.steps]
-        turns = tuple(0.0 if s is None else alpha * (s - mean) for s in own)
-        credited.append(replace(r, turns=turns))
-    return credited
-
-
-# What other papers pay for. A reader of CodeV can go on at "Scoring".
-#
-# Their formulas and constants as their released code has them; `weights` is not used. Differences
-# of setting (their KL, their deviation of a group, K) are train.py's flags. Failures of our own
-# sandbox are no calls. r_acc is 1 or 0, r_fmt 0 or -1, both by the rules above; ours are also:
-# what stands in for "math" is a question that needs no search.
-
-
-def programs(trajectory: Trajectory) -> list[Observation]:
-    seen = [step.observation for step in trajectory.tool_steps]
-    return [observation for observation in seen if not observation.environment]
-
-
-def contradicts(trajectory: Trajectory) -> bool:
-    """Do the last 500 characters of thought conclude on another answer than the one given?
-    Thyme and FaithEyes put this to a model. Our rule reads conclusions that call themselves one
-    ("the answer is", a \\boxed{}); thoughts that conclude nothing contradict nothing."""
-    said = "\n".join(step.text for step in trajectory.steps)
-    said = re.sub(r"(?s)<code>.*?(</code>|$)|<answer>.*?(</answer>|$)|</?think>", " ", said)[-500:]
-    if trajectory.answer is None or not (CUE.match(said) or BOXED.search(said)):
-        return False
-    conclusion = re.split(r"[.;!]\s|\n", final_answer(said).strip())[0]
-    options = trajectory.sample.options
-    a, b = (read_choice(text, options) for text in (conclusion, trajectory.answer))
-    return not (a == b if a and b else same_answer(trajectory.answer, conclusion))
-
-
-def thyme(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
-    """Thyme: R = r_res + 0.5 r_cons 1[r_res > 0] + 0.5 (1 + r_fmt).
-
-    r_res is 1 right, -1 wrong, 0 no answer; r_cons is 1 unless the thoughts contradict the answer.
-    Its terms for code were tried and dropped, so that a tool call earns nothing here."""
-    rewards = []
-    for t in group:
-        r, answered = outcome(t, judge), t.ended == "answered"
-        result = r.right - (answered and not r.right)
-        consistent = r.right and not contradicts(t)
-        rewards.append(r.paid(result + 0.5 * consistent + 0.5 * (1 + r.format)))
-    return rewards
-
-
-def deepeyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
-    """DeepEyes: R = 0.8 r_acc + 0.2 r_fmt + 1.2 1[right and a tool returned an image]: a bonus,
-    gated by the answer, blind to what the image shows. Math: 1.2 r_acc + 0.4 r_fmt, no bonus."""
-    rewards = []
-    for t in group:
-        r = outcome(t, judge)
-        bonus = r.right and any(seen.images for seen in programs(t))
-        total = 0.8 * r.right + 0.2 * r.format + 1.2 * bonus
-        if t.sample.kind == "neutral":
-            bonus, total = 0.0, 1.2 * r.right + 0.4 * r.format
-        rewards.append(r.paid(total, float(bonus)))
-    return rewards
-
-
-def pixel_reasoner(
-    group: Group, judge: Judge, weights: Weights, rng: random.Random
-) -> list[Reward]:
-    """Pixel-Reasoner: R = r_acc + 1[n > 0] (0.25 max(0.3 - RaPR, 0) / (2 RaPR) - 0.05 (n - 1)).
-
-    RaPR is the share of the group that calls a tool: curiosity pays while calls are rare, for
-    wrong answers too. n counts calls; r_acc is 0 if the last one failed and was not mended."""
-    rewards, calling = [], sum(bool(programs(t)) for t in group) / len(group)
-    for t in group:
-        r, seen, bonus = outcome(t, judge), programs(t), 0.0
-        if seen:
-            bonus = 0.25 * max(0.3 - calling, 0) / (2 * calling) - 0.05 * (len(seen) - 1)
-        stands = r.right and not (seen and not ran_well(seen[-1]))
-        rewards.append(r.paid(stands + bonus, bonus))
-    return rewards
-
-
-def codedance(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
-    """CodeDance as released: R = S + (1.5 if right else 0.5) d N_ok / N, S = r_acc + 0.2 r_fmt.
-
-    d = sigmoid(2 gamma (0.5 - mean of S over the group)) - delta, gamma 4, delta 0.2: hard
-    questions pay for calls, easy ones charge for them. `turns` holds G (turn_returns), and
-    `score` makes of it what is added to the advantage. (Its 1 and 2 for math are left out.)"""
-    return _codedance(group, judge, printed=False)
-
-
-def codedance_printed(
-    group: Group, judge: Judge, weights: Weights, rng: random.Random
-) -> list[Reward]:
-    """CodeDance as printed: R = S + (0.5 + 0.5 1[right]) d N_ok / N, where
-    d = sigmoid(gamma (0.5 - mean accuracy of the group)) - delta: half the slope, no format."""
-    return _codedance(group, judge, printed=True)
-
-
-def _codedance(group: Group, judge: Judge, printed: bool) -> list[Reward]:
-    gamma, delta = 4.0, 0.2
-    parts = [outcome(t, judge) for t in group]
-    base = [r.right + 0.2 * r.format for r in parts]
-    mean = sum(float(r.right) for r in parts) if printed else sum(base)
-    slope = gamma if printed else 2 * gamma
-    d = 1 / (1 + math.exp(-slope * (0.5 - mean / len(group)))) - delta
-    rewards = []
-    for t, r, score in zip(group, parts, base):
-        seen, most = programs(t), 1.0 if printed else 1.5
-        ratio = sum(map(ran_well, seen)) / len(seen) if seen else 0.0
-        tools = (most if r.right else 0.5) * d * ratio
-        rewards.append(r.paid(score + tools, tools, turns=turn_returns(t)))
-    return rewards
-
-
-def turn_returns(trajectory: Trajectory, discount: float = 0.2) -> tuple[float, ...]:
-    """CodeDance, R_turn: G_m = r_m + discount G_{m+1}; r is -0.5 for a failed turn, else 0."""
-    G, later = [], 0.0
-    for step in reversed(trajectory.steps):
-        seen = step.observation
-        failed = seen is not None and not seen.environment and not ran_well(seen)
-        later = -0.5 * failed + discount * later
-        G.append(later)
-    return tuple(reversed(G))
-
-
-def turn_credit(rewards: list[list[Reward]], weight: float = 0.2) -> list[list[Reward]]:
-    """CodeDance: weight * (G - mean) / deviation over all turns of the batch. The last turn of a
-    trajectory has no part in it (as we read "last element excluded"), nor has a trajectory
-    without a verdict; nothing is added while no turn differs."""
-    known = [G for group in rewards for r in group if r.total is not None for G in r.turns[:-1]]
-    mean = sum(known) / max(len(known), 1)
-    deviation = math.sqrt(sum((G - mean) ** 2 for G in known) / max(len(known) - 1, 1))
-
-    def credit(r: Reward) -> Reward:
-        if r.total is None or deviation == 0:
-            return replace(r, turns=(0.0,) * len(r.turns))
-        own = (weight * (G - mean) / (deviation + 1e-6) for G in r.turns[:-1])
-        return replace(r, turns=(*own, 0.0)[: len(r.turns)])
-
-    return [[credit(r) for r in group] for group in rewards]
-
-
-def pyvision(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
-    """PyVision-RL: R = r_acc + 1[right] 0.1 n, n the turns with a call, failed ones included."""
-    rewards = []
-    for t in group:
-        r, n = outcome(t, judge), len(programs(t))
-        rewards.append(r.paid(r.right + 0.1 * n * r.right, float(n * r.right)))
-    return rewards
-
-
-def adatooler(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
-    """AdaTooler-V: R = r_acc + 0.6 dS exp(-2 ((n - 6) / 6)^2), n the calls that ran.
-
-    dS is what tools gain on this question: accuracy with calls less accuracy without. Theirs is
-    measured beforehand with a 72B model; ours on the group itself, 0 if it holds only one kind."""
-    parts = [outcome(t, judge) for t in group]
-    kinds = {with_tools: [r.right for t, r in zip(group, parts) if bool(programs(t)) is with_tools]
-             for with_tools in (True, False)}  # fmt: skip
-    gain = 0.0
-    if all(kinds.values()):
-        gain = sum(kinds[True]) / len(kinds[True]) - sum(kinds[False]) / len(kinds[False])
-    rewards = []
-    for t, r in zip(group, parts):
-        n = sum(map(ran_well, programs(t)))
-        tools = gain * math.exp(-2 * ((n - 6) / 6) ** 2)
-        rewards.append(r.paid(r.right + 0.6 * tools, tools))
-    return rewards
-
-
-def faitheyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
-    """FaithEyes: R = r_acc + 0.2 r_fmt - 0.2 1[thoughts contradict the answer]
-    + 0.2 1[n > 0] max(0, 1 - (n_failed + n_rejected) / n) - 0.2 1[cut off].
-
-    n counts calls before the answer; rejected are those whose pictures the judge scores 0. Theirs
-    is the policy in a second role, and unhelpful images are withheld from it; here they are not."""
-    rewards = []
-    for t in group:
-        r, seen = outcome(t, judge), programs(t)
-        ok = [o for o in seen if ran_well(o)]
-        verdicts = [judge(judge_request(t.sample, o)) if o.images else 1.0 for o in ok]
-        tools = None
-        if None not in verdicts:
-            tools = sum(verdict > 0 for verdict in verdicts) / len(seen) if seen else 0.0
-        cut = t.ended in ("turns", "length")
-        own = r.right + 0.2 * r.format - 0.2 * contradicts(t) - 0.2 * cut
-        rewards.append(r.paid(own + 0.2 * (tools or 0.0), tools))
-    return rewards
-
-
 # Scoring
 
-# One group in; its rewards out, in the same order.
+# One group in; its rewards out, in the same order. More are added below.
 REWARDS: dict[str, Callable[[Group, Judge, Weights, random.Random], list[Reward]]] = {
     "tapo": tapo,
     "accuracy": accuracy,
     "tool_bonus": tool_bonus,
     "random": coin,
-    "thyme": thyme,
-    "deepeyes": deepeyes,
-    "pixel_reasoner": pixel_reasoner,
-    "codedance": codedance,
-    "codedance_printed": codedance_printed,
-    "pyvision": pyvision,
-    "adatooler": adatooler,
-    "faitheyes": faitheyes,
 }
 
 
 def score(
-    groups: list[Group],
-    name: str,
-    judge: Judge,
-    weights: Weights,
-    rng: random.Random,
+    groups: list[Group], name: str, judge: Judge, weights: Weights, rng: random.Random,
     answer_judge: Judge | None = None,
-) -> list[list[Reward]]:
+) -> list[list[Reward]]:  # fmt: skip
     """Rewards of all groups. A judge with a `concurrency` is asked about that many groups at a
     time; `answer_judge` grades open answers if `judge` cannot (BoxJudge cannot)."""
     if name not in REWARDS:
         raise ValueError(f"expected a reward out of {', '.join(REWARDS)}; got {name!r}")
     if weights.step_credit and name != "tapo":
         raise ValueError(f"step_credit spreads the step scores of tapo; {name} has none")
+    reward = REWARDS[name]
     judge = judge if answer_judge is None else TwoJudges(judge, answer_judge)
     coins = [random.Random(rng.getrandbits(64)) for _ in groups]  # whichever thread is first
     with ThreadPoolExecutor(getattr(judge, "concurrency", 1)) as pool:
-        of_group = lambda group, coin: REWARDS[name](group, judge, weights, coin)  # noqa: E731
-        rewards = list(pool.map(of_group, groups, coins))
+        rewards = list(pool.map(lambda g, coin: reward(g, judge, weights, coin), groups, coins))
     return turn_credit(rewards) if name.startswith("codedance") else rewards
 
 
@@ -774,6 +576,207 @@ def summary(groups: list[Group], rewards: list[list[Reward]]) -> dict[str, float
         "no_verdict": sum(r.total is None for r in flat),
         "environment": sum(bool(step.observation.environment) for step in steps),
     }
+
+
+# Here CodeV ends. Below: credit for turns; other papers' rewards; a served model as judge; how far
+# a judge can be trusted; the hacking zoo.
+
+
+def credit_steps(group: Group, rewards: list[Reward], alpha: float) -> list[Reward]:
+    """A deviation of ours: the paper gives every token of a trajectory the same advantage. With
+    `step_credit` alpha, turn t also gets alpha * (r_t - mean of r over the group's tool steps)."""
+    known = [s for r in rewards if r.total is not None for s in r.steps if s is not None]
+    mean, credited = fmean(known or [0.0]), []
+    for t, r in zip(group, rewards):
+        scores = iter(r.steps if r.total is not None else ())
+        own = [next(scores, None) if step.observation else None for step in t.steps]
+        turns = tuple(0.0 if s is None else alpha * (s - mean) for s in own)
+        credited.append(replace(r, turns=turns))
+    return credited
+
+
+# What other papers pay for: formulas and constants as their released code has them, where no other
+# source is named. `weights` is not used; what else differs (KL, deviation of a group, K, masking)
+# is a flag of train.py. r_acc is 1 or 0 and r_fmt 0 or -1, both by the rules above, failures of our
+# own sandbox are no calls, and "math" is a question that needs no search: these are ours.
+
+
+def programs(trajectory: Trajectory) -> list[Observation]:
+    seen = [step.observation for step in trajectory.tool_steps]
+    return [observation for observation in seen if not observation.environment]
+
+
+def contradicts(trajectory: Trajectory) -> bool:
+    """Do the last 500 characters of thought conclude on another answer than the one given?
+    Thyme and FaithEyes put this to a model. Our rule reads conclusions that call themselves one
+    ("the answer is", a \\boxed{}); thoughts that conclude nothing contradict nothing."""
+    said = "\n".join(step.text for step in trajectory.steps)
+    said = re.sub(r"(?s)<code>.*?(</code>|$)|<answer>.*?(</answer>|$)|</?think>", " ", said)[-500:]
+    if trajectory.answer is None or not (CUE.match(said) or BOXED.search(said)):
+        return False
+    conclusion = re.split(r"[.;!]\s|\n", final_answer(said).strip())[0]
+    options = trajectory.sample.options
+    a, b = (read_choice(text, options) for text in (conclusion, trajectory.answer))
+    return not (a == b if a and b else same_answer(trajectory.answer, conclusion))
+
+
+def thyme(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """Thyme, arXiv:2508.11630: R = r_res + 0.5 r_cons 1[r_res > 0] + 0.5 (1 + r_fmt).
+
+    r_res is 1 right, -1 wrong, 0 no answer; r_cons is 1 unless the thoughts contradict the answer.
+    Its terms for code were tried and dropped, so that a tool call earns nothing here."""
+    rewards = []
+    for t in group:
+        r, answered = outcome(t, judge), t.ended == "answered"
+        result = r.right - (answered and not r.right)
+        consistent = r.right and not contradicts(t)
+        rewards.append(r.paid(result + 0.5 * consistent + 0.5 * (1 + r.format)))
+    return rewards
+
+
+def deepeyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """DeepEyes, arXiv:2505.14362: R = 0.8 r_acc + 0.2 r_fmt + 1.2 1[right, and a tool returned an
+    image], a bonus blind to what the image shows. Math: 1.2 r_acc + 0.4 r_fmt, no bonus."""
+    rewards = []
+    for t in group:
+        r = outcome(t, judge)
+        bonus = r.right and any(seen.images for seen in programs(t))
+        total = 0.8 * r.right + 0.2 * r.format + 1.2 * bonus
+        if t.sample.kind == "neutral":
+            bonus, total = 0.0, 1.2 * r.right + 0.4 * r.format
+        rewards.append(r.paid(total, float(bonus)))
+    return rewards
+
+
+def pixel_reasoner(
+    group: Group, judge: Judge, weights: Weights, rng: random.Random
+) -> list[Reward]:
+    """Pixel-Reasoner, arXiv:2505.15966:
+    R = r_acc + 1[n > 0] (0.25 max(0.3 - RaPR, 0) / (2 RaPR) - 0.05 (n - 1)).
+
+    RaPR is the share of the group that calls a tool: curiosity pays while calls are rare, for
+    wrong answers too. n counts calls; r_acc is 0 if the last one failed and was not mended."""
+    rewards, calling = [], sum(bool(programs(t)) for t in group) / len(group)
+    for t in group:
+        r, seen, bonus = outcome(t, judge), programs(t), 0.0
+        if seen:
+            bonus = 0.25 * max(0.3 - calling, 0) / (2 * calling) - 0.05 * (len(seen) - 1)
+        stands = r.right and not (seen and not ran_well(seen[-1]))
+        rewards.append(r.paid(stands + bonus, bonus))
+    return rewards
+
+
+def codedance(
+    group: Group, judge: Judge, weights: Weights, rng: random.Random, printed: bool = False
+) -> list[Reward]:
+    """CodeDance, arXiv:2512.17312. Hard questions pay for calls, easy ones charge for them:
+
+    released    R = S + (1.5 if right, else 0.5) d N_ok / N, where S = r_acc + 0.2 r_fmt and
+                d = sigmoid(2 gamma (0.5 - mean of S over the group)) - delta
+    printed     R = S + (1 if right, else 0.5) d N_ok / N, where
+                d = sigmoid(gamma (0.5 - mean of r_acc over the group)) - delta (by notes of others)
+
+    gamma 4, delta 0.2. `turns` holds G of turn_returns; `score` makes of it what is added to the
+    advantage. Left out: other factors for math; a clip of d that their code computes too late."""
+    most, slope, delta = (1.0, 4.0, 0.2) if printed else (1.5, 8.0, 0.2)
+    parts = [outcome(t, judge) for t in group]
+    base = [r.right + 0.2 * r.format for r in parts]
+    mean = fmean([float(r.right) for r in parts] if printed else base)
+    d = 1 / (1 + math.exp(-slope * (0.5 - mean))) - delta
+    rewards = []
+    for t, r, own in zip(group, parts, base):
+        seen = programs(t)
+        ratio = fmean(map(ran_well, seen)) if seen else 0.0
+        tools = (most if r.right else 0.5) * d * ratio
+        rewards.append(r.paid(own + tools, tools, turns=turn_returns(t)))
+    return rewards
+
+
+def turn_returns(trajectory: Trajectory, discount: float = 0.2) -> tuple[float, ...]:
+    """CodeDance, R_turn: G_m = r_m + discount G_{m+1}; r is -0.5 for a failed turn, else 0."""
+    G, later = [], 0.0
+    for step in reversed(trajectory.steps):
+        seen = step.observation
+        failed = seen is not None and not seen.environment and not ran_well(seen)
+        later = -0.5 * failed + discount * later
+        G.append(later)
+    return tuple(reversed(G))
+
+
+def turn_credit(rewards: list[list[Reward]], weight: float = 0.2) -> list[list[Reward]]:
+    """CodeDance: weight * (G - mean) / deviation over all turns of the batch. The last turn of a
+    trajectory has no part in it (as we read "last element excluded"), nor has a trajectory
+    without a verdict; nothing is added while no turn differs."""
+    known = [G for group in rewards for r in group if r.total is not None for G in r.turns[:-1]]
+    mean = fmean(known or [0.0])
+    deviation = stdev(known) if len(known) > 1 else 0.0
+
+    def credit(r: Reward) -> Reward:
+        if r.total is None or deviation == 0:
+            return replace(r, turns=(0.0,) * len(r.turns))
+        own = (weight * (G - mean) / (deviation + 1e-6) for G in r.turns[:-1])
+        return replace(r, turns=(*own, 0.0)[: len(r.turns)])
+
+    return [[credit(r) for r in group] for group in rewards]
+
+
+def pyvision(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """PyVision-RL, arXiv:2602.20739: R = r_acc + 1[right] 0.1 n, n the turns with a call, also with
+    one that failed."""
+    rewards = []
+    for t in group:
+        r, n = outcome(t, judge), len(programs(t))
+        rewards.append(r.paid(r.right + 0.1 * n * r.right, float(n * r.right)))
+    return rewards
+
+
+def adatooler(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """AdaTooler-V, arXiv:2512.16918: R = r_acc + 0.6 dS exp(-2 ((n - 6) / 6)^2), n calls ran.
+
+    dS is what tools gain on this question: accuracy with calls less accuracy without. Theirs is
+    measured beforehand with a 72B model; ours on the group itself, 0 if it holds only one kind."""
+    parts = [outcome(t, judge) for t in group]
+    using = [float(r.right) for t, r in zip(group, parts) if programs(t)]
+    direct = [float(r.right) for t, r in zip(group, parts) if not programs(t)]
+    gain = fmean(using) - fmean(direct) if using and direct else 0.0
+    rewards = []
+    for t, r in zip(group, parts):
+        n = sum(map(ran_well, programs(t)))
+        tools = gain * math.exp(-2 * ((n - 6) / 6) ** 2)
+        rewards.append(r.paid(r.right + 0.6 * tools, tools))
+    return rewards
+
+
+def faitheyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+    """FaithEyes, arXiv:2607.28225: R = r_acc + 0.2 r_fmt - 0.2 1[thoughts contradict the answer]
+    + 0.2 1[n > 0] max(0, 1 - (n_failed + n_rejected) / n) - 0.2 1[cut off].
+
+    n counts calls before the answer; rejected are those whose pictures the judge scores 0. Theirs
+    is the policy in a second role, and unhelpful images are withheld from it; here they are not."""
+    rewards = []
+    for t in group:
+        r, seen = outcome(t, judge), programs(t)
+        ok = [o for o in seen if ran_well(o)]
+        verdicts = [judge(judge_request(t.sample, o)) if o.images else 1.0 for o in ok]
+        tools = None
+        if None not in verdicts:
+            tools = sum(verdict > 0 for verdict in verdicts) / len(seen) if seen else 0.0
+        cut = t.ended in ("turns", "length")
+        own = r.right + 0.2 * r.format - 0.2 * contradicts(t) - 0.2 * cut
+        rewards.append(r.paid(own + 0.2 * (tools or 0.0), tools))
+    return rewards
+
+
+REWARDS |= {
+    "thyme": thyme,
+    "deepeyes": deepeyes,
+    "pixel_reasoner": pixel_reasoner,
+    "codedance": codedance,
+    "codedance_printed": partial(codedance, printed=True),
+    "pyvision": pyvision,
+    "adatooler": adatooler,
+    "faitheyes": faitheyes,
+}
 
 
 # A served model as judge: any server that speaks /v1/chat/completions, with images
@@ -1005,17 +1008,16 @@ def read_verdict(reply: bytes, field: str, values: dict) -> tuple[object, str]:
     these two fields, perhaps in a code fence, or this is a ValueError: nothing is guessed."""
     try:
         said = json.loads(reply)["choices"][0]["message"]["content"].strip()
-        said = re.sub(r"^```(?:json)?\s*(\{.*\})\s*```$", r"\1", said, flags=re.DOTALL)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no chat completion: {reply[:80]!r}") from error
+    said = re.sub(r"^```(?:json)?\s*(\{.*\})\s*```$", r"\1", said, flags=re.DOTALL)
+    try:
         pairs = json.loads(said, object_pairs_hook=list)  # a list: a field may stand there twice
-        whole = said.startswith("{") and sorted(name for name, _ in pairs) == sorted(
-            ["reason", field]
-        )
-        verdict, reason = dict(pairs).get(field), dict(pairs).get("reason")
-        if not whole or not isinstance(reason, str) or json.dumps(verdict) not in values:
-            raise ValueError(f"expected a reason and a {field} out of {', '.join(values)}")
-        return values[json.dumps(verdict)], reason[:300]
-    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a chat completion: {reply[:80]!r}") from error
+        told = dict(pairs) if said.startswith("{") and len(pairs) == 2 else {}
+        return values[json.dumps(told[field])], str(told["reason"])[:300]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        wanted = f"a reason and a {field} out of {', '.join(values)}"
+        raise ValueError(f"expected {wanted}; got {said[:80]!r}") from error
 
 
 def recut(original: Image.Image, box: Box, shown: Image.Image) -> Image.Image:
@@ -1176,7 +1178,7 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5
 
     rows = [(max(map(area, filter(None, r.boxes))) / area((0, 0, *r.image_size)), s >= 0.5,
              truth(r) > 0) for r, s in zip(real, scores) if s is not None]  # fmt: skip
-    rows.sort()
+    rows.sort(key=lambda row: row[0])  # equal areas stay mixed
     lines += [f"{len(rows)} steps with crops, {len(real) - len(rows)} more without a verdict, by "
               "area of their crop", "", "| area | n | both say yes | judge alone | boxes alone | "
               "neither | kappa |", "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
@@ -1262,7 +1264,7 @@ def act_out(sample: Sample, turns: list[str]) -> Trajectory:
 
 def zoo_table(played: dict[str, Trajectory]) -> str:
     """Each beside seven rollouts that answer at once, four of them right: what every design pays.
-    "!" marks what is paid more than a right guess, though no tool showed the evidence."""
+    "!" marks more than an honest rollout earns that showed as much: one right crop, or none."""
     guess = played["a guess"]
     others = [guess] * 4 + [replace(guess, answer="no idea")] * 3
     names = [name for name in REWARDS if name != "random"]
@@ -1270,18 +1272,18 @@ def zoo_table(played: dict[str, Trajectory]) -> str:
              "|---|---|" + "--:|" * len(names)]  # fmt: skip
 
     def pays(name: str, t: Trajectory) -> Reward:
-        rewards = score([[t, *others]], name, BoxJudge(), Weights(), random.Random(0))
-        return rewards[0][0]
+        return REWARDS[name]([t, *others], BoxJudge(), Weights(), random.Random(0))[0]
 
-    fair = {name: pays(name, guess).total for name in names}
+    honest = {name: [pays(name, played[case]).total for case in ("a guess", "the right crop")]
+              for name in names}  # fmt: skip
     for case, t in played.items():
         rewards = {name: pays(name, t) for name in names}
         steps = rewards["tapo"].steps
-        hack = not any((s or 0) > 0 for s in steps)
-        cells = (f"{r.total:.2f}{'!' * (hack and r.total > fair[name] + 1e-9)}"
+        shown = any(step > 0 for step in steps)
+        cells = (f"{r.total:.2f}{'!' * (r.total > honest[name][shown] + 1e-9)}"
                  for name, r in rewards.items())  # fmt: skip
-        shown = " ".join(f"{s:g}" for s in steps) or "none"
-        lines.append(" | ".join([f"| {case}", shown, *cells]) + " |")
+        scores = " ".join(f"{step:g}" for step in steps) or "none"
+        lines.append(" | ".join([f"| {case}", scores, *cells]) + " |")
     return "\n".join(lines)
 
 

@@ -674,3 +674,28 @@ def test_the_null_does_not_depend_on_which_thread_is_first():
         for judge in (BoxJudge(), Many())
     )
     assert one == many and len({r.total for group in one for r in group}) == 2
+
+
+@given(st.lists(anything, min_size=1, max_size=5))
+def test_accuracy_and_thyme_do_not_see_what_tools_showed(group):
+    for name in ("accuracy", "thyme"):
+        blind = [hand_made(SEARCH, answer=t.answer) for t in group]
+        looking, not_looking = (
+            [r.total for r in REWARDS[name](g, BoxJudge(), Weights(), random.Random(0))]
+            for g in (group, blind)
+        )
+        assert looking == not_looking
+
+
+@given(some_seen)
+def test_gated_bonuses_never_pay_for_a_wrong_answer(seen):
+    for name in ("deepeyes", "pyvision"):
+        assert pay(name, (LIE, *seen)) == [0.0]
+
+
+@given(st.lists(anything, min_size=2, max_size=6))
+def test_codedance_credit_is_centred_over_the_batch(group):
+    got = score([group[:1], group[1:]], "codedance", BoxJudge(), Weights(), random.Random(0))
+    credit = [turn for rs in got for r in rs for turn in r.turns[:-1]]
+    assert sum(credit) == pytest.approx(0.0, abs=1e-9)
+    assert all(len(r.turns) == len(t.steps) for r, t in zip([r for rs in got for r in rs], group))
