@@ -3,22 +3,29 @@ evaluate.py: how often is the policy right, and had it looked in the right place
 
 Concept     Play questions, score every look once, and show the episodes themselves: a rate that
             nobody can hold against pictures persuades nobody.
-Paper       CodeV, arXiv:2511.19661, Fig. 5 and Table 5 (faithfulness.py defines the rates)
+Paper       CodeV, arXiv:2511.19661, Tables 3 and 4 (the benchmarks), Fig. 5 and Table 5
+            (faithfulness.py defines the rates)
 In          a policy and samples; or a checkpoint folder and the name of a benchmark
 Out         summary.json, trajectories.jsonl with its pictures, report.html; figures
-Left out    the public benchmarks; a mean over several plays; several processes
+Left out    the language models that read an answer out of free prose for the public leaderboards:
+            our answers stand in a tag
 Read next   faithfulness.py (what each rate means), train.py (who calls this after each stage)
 
     python evaluate.py --model runs/toy/rl --bench toy --out runs/eval    play, score, show
+    torchrun --nproc-per-node 8 evaluate.py --model DIR --bench vstar     the same on 8 GPUs
     python evaluate.py --compare runs/toy runs/accuracy --out runs        runs side by side
+    python evaluate.py --film runs/eval --out build                       one episode as a picture
+
+Stop it, or let it be killed, and give the same command again: it goes on where it was.
 
 trajectories.jsonl has one JSON object a line, with the names of the types it holds:
 
-    sample    id, question, options, kind, source; answer (the reference), boxes (the targets: x0,
-              y0, x1, y1 in pixels), image (a PNG file; paths are relative to the .jsonl)
+    sample    id, question, options, kind, source (the data set/part/cycle); answer (the
+              reference), boxes (the targets: x0, y0, x1, y1 in pixels), image (a PNG file; paths
+              are relative to the .jsonl)
     answer    what the policy answered, or null
     ended     answered, turns, length or no_action
-    correct   true or false
+    correct   true or false; null: the judge of open answers had no verdict
     reward    its parts: answer, tools, format, steps, total
     steps     one a turn: text (all that the policy wrote), code or null, start and end (its tokens
               are ids[start:end]), score (null: none), and observation: null if no code ran, else
@@ -26,11 +33,15 @@ trajectories.jsonl has one JSON object a line, with the names of the types it ho
               shows, or null), sources, error, notes, red_lines, ... as in sandbox.Observation
     acted     who chose the tokens, in runs: [[false, 80], [true, 12], ...]; true is the policy
     ids       the tokens; the first `prompt` of them, with `prompt_images` images, are the question
+    dice      what its sampling was drawn from
+    place     its place in the order of the benchmark; of --avg-at K, each question has K
+    run       what was played: lines of two evaluations do not mix
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
 import hashlib
 import html
@@ -38,22 +49,74 @@ import io
 import itertools
 import json
 import keyword
+import math
+import os
 import random
 import re
 import string
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
+from accelerate import PartialState
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image
+from tqdm import tqdm
 
-from data import Box, Sample, anti_prior_questions, toy_questions
-from faithfulness import faithful, finding, rates
-from rewards import REWARDS, BoxJudge, Judge, Reward, Weights, area
-from rollout import Policy, Rules, Step, Trajectory, load_policy, play
+from data import (
+    Bad,
+    Box,
+    Sample,
+    Usable,
+    anti_prior_questions,
+    read_image,
+    read_rows,
+    toy_questions,
+)
+from faithfulness import (
+    DRAWS,
+    HALF,
+    PERTURBATIONS,
+    Finding,
+    Rate,
+    ablation,
+    agreement,
+    count,
+    cross_listing,
+    evidence,
+    faithful,
+    finding,
+    listing,
+    perturb,
+    study_table,
+    tool_use,
+    without_tools,
+)
+from rewards import (
+    MAX_ANSWER,
+    REWARDS,
+    BoxJudge,
+    ChatJudge,
+    Judge,
+    Reward,
+    TwoJudges,
+    Weights,
+    area,
+    final_answer,
+    read_number,
+    same_answer,
+    score,
+)
+from rollout import Policy, Rules, Step, Trajectory, check_checkpoint, load_policy, play
 from sandbox import Observation
 
 GREEDY = Rules(turns=10, temperature=0.0)
@@ -61,12 +124,292 @@ AGAINST_PRIOR = "toy, against the prior"  # `source` of the questions on which a
 
 # The rows of every table: what summary.json calls a number, and what a reader sees.
 ROWS = {
-    "n": "questions", "accuracy": "accuracy", "ood_accuracy": "out-of-prior accuracy",
-    "tool_use": "tool use", "faithful": "faithful", "unfaithful": "unfaithful",
-    "no_tool": "no tool", "faithful_and_correct": "correct and faithful",
-    "faithful_given_correct": "faithful, if correct", "calls": "calls per question",
-    "crop_area": "crop area", "error_rate": "errors",
+    "n": "questions", "ungraded": "answers without verdict", "score": "benchmark score",
+    "accuracy": "accuracy", "ood_accuracy": "out-of-prior accuracy", "tool_use": "tool use",
+    "faithful": "faithful", "unfaithful": "unfaithful", "no_tool": "no tool",
+    "faithful_and_correct": "correct and faithful", "calls": "calls per question",
+    "faithful_given_correct": "faithful, if correct", "crop_area": "crop area",
+    "error_rate": "errors",
 }  # fmt: skip
+
+
+# The public benchmarks: what a row says, and by which rule an answer to it counts
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark of the paper's Tables 3 and 4.
+
+    where   hub name:split (data.read_rows); --data gives another place, such as the harness's TSV
+    read    a row -> the fields of its Sample but the image, and: `part`, what the score is also
+            split by; perhaps `cycle`; perhaps `rule`(answer, reference) -> bool, where the row
+            does not go by rewards.is_correct
+    judged  open answers that the rules call wrong go to a judge
+    """
+
+    where: str
+    read: Callable[[dict], dict]
+    kind: str = "neutral"
+    judged: bool = False
+    mean_of_parts: bool = False
+
+
+REQUIRED = object()
+LETTERS = string.ascii_uppercase
+
+
+def filled(row: dict, *names: str, default: object = REQUIRED):
+    """The first of these columns that holds something."""
+    for name in names:
+        if (cell := row.get(name)) not in (None, "", [], {}):
+            return cell
+    if default is REQUIRED:
+        raise Bad(names[0], f"expected something in column {' or '.join(names)}")
+    return default
+
+
+def literal(cell: object) -> object:
+    """A Python literal that a TSV holds as text; what is no text stays as it is."""
+    try:
+        return ast.literal_eval(cell) if isinstance(cell, str) else cell
+    except (ValueError, SyntaxError) as error:
+        raise Bad("literal", f"expected a list or dict, got {cell!r}") from error
+
+
+def ask(row: dict, question: str, options: Iterable, answer: object, part: str, **more) -> dict:
+    options, answer = tuple(map(str, options)), str(answer)
+    if options and answer not in {*LETTERS[: len(options)], *options}:
+        raise Bad("answer", f"{answer!r} is neither a letter nor a text of {options}")
+    id = filled(
+        row, "index", "id", "pid", "sample_index", "question_id", "Question_id", default=None
+    )
+    return {"id": id, "question": question.strip(), "options": options, "answer": answer,
+            "part": part, **more}  # fmt: skip
+
+
+def choose(row: dict, part: str, **more) -> dict:
+    """Multiple choice as the harness's TSVs have it: columns A, B, C, ... hold the options."""
+    options = [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
+    if not options:
+        raise Bad("A", "expected options in columns A, B, ...")
+    return ask(row, filled(row, "question"), options, filled(row, "answer"), part, **more)
+
+
+def vstar(row: dict) -> dict:
+    """The authors' test_questions.jsonl with a JSON beside each picture; the TSV has no boxes."""
+    part = filled(row, "category")
+    if "text" not in row:
+        return choose(row, part)
+    question, *options = re.split(r"\s*^\([A-Z]\) ?", row["text"], flags=re.MULTILINE)
+    if not options:
+        raise Bad("text", f"expected a question and options (A) ..., got {row['text']!r}")
+    options[-1] = options[-1].split("\n")[0]  # below it stands how to answer: we say that
+    labels = row["folder"] / Path(filled(row, "image")).with_suffix(".json")
+    if not labels.is_file():
+        raise Bad("image", f"expected its boxes in {labels}")
+    boxes = tuple(map(corners, json.loads(labels.read_text(encoding="utf-8"))["bbox"]))
+    return ask(row, question, options, filled(row, "label"), part, boxes=boxes)
+
+
+def corners(xywh: Sequence[float]) -> Box:
+    """x, y, width, height -> x0, y0, x1, y1 in whole pixels, rounded outwards."""
+    x, y, width, height = xywh
+    return math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
+
+
+def hrbench(row: dict) -> dict:
+    """A question is four rows; from one `cycle` to the next its options move on by one place."""
+    parts, kind = {"single": "FSP", "cross": "FCP"}, filled(row, "category")
+    if kind not in parts:
+        raise Bad("category", f"expected single or cross, got {kind!r}")
+    return choose(row, parts[kind], cycle=filled(row, "cycle_category"))
+
+
+def mme_realworld(row: dict) -> dict:
+    part = filled(row, "Task", "category").split("/")[0]  # Perception or Reasoning
+    if filled(row, "A", default=None):
+        return choose(row, part)
+    options = literal(filled(row, "multi-choice options", "Answer choices"))
+    options = [re.sub(r"^\([A-E]\) ?", "", option) for option in options]
+    question, answer = filled(row, "question", "Text"), filled(row, "answer", "Ground truth")
+    return ask(row, question, options, answer, part)
+
+
+def vlmblind(row: dict) -> dict:
+    task, question = filled(row, "task"), filled(row, "question", "prompt")
+    rules = {"Counting Grid": grid, "Touching": contained, "Olympic": contained}
+    rule = next((rule for name, rule in rules.items() if task.startswith(name)), in_braces)
+    return ask(row, question, (), filled(row, "answers", "groundtruth"), task, rule=rule)
+
+
+def in_braces(answer: str, reference: str) -> bool:
+    """{5}; an <answer> that is nothing but the value needs no braces."""
+    braced = re.search(r"\{(.*?)\}", answer)
+    return (braced[1] if braced else answer).strip() == reference
+
+
+def contained(answer: str, reference: str) -> bool:
+    return reference.casefold() in answer.casefold()
+
+
+def grid(answer: str, reference: str) -> bool:
+    """rows={5} columns={6}, in either order, or (5, 6)."""
+    named = [re.search(rf"(?i){name}s?\D*(\d+)", answer) for name in ("row", "column")]
+    numbers = [match[1] for match in named] if all(named) else re.findall(r"\d+", answer)
+    return numbers == re.findall(r"\d+", reference)
+
+
+def mathvista(row: dict) -> dict:
+    question, form, answer = (filled(row, c) for c in ("question", "answer_type", "answer"))
+    part = filled(literal(filled(row, "metadata", default=row)), "task", default=form)
+    if filled(row, "question_type") == "multi_choice":
+        choices = literal(filled(row, "choices"))
+        return ask(row, question.split("\nChoices:")[0], choices, answer, part)
+    digits = int(float(filled(row, "precision", default=len(str(answer).partition(".")[2]))))
+    wanted, rule = {
+        "integer": ("a whole number", partial(rounded, int)),
+        "float": (f"a number with {digits} decimals", partial(rounded, lambda x: round(x, digits))),
+        "list": ("a Python list", lambda answer, reference: same_list(answer, reference)),
+    }.get(form, ("a word or two", None))
+    unit = f" (Unit: {row['unit']})" if filled(row, "unit", default=None) else ""
+    return ask(row, f"{question}{unit}\nAnswer with {wanted}.", (), answer, part, rule=rule)
+
+
+def rounded(how: Callable[[float], float], answer: str, reference: str) -> bool:
+    number = read_number(final_answer(answer))
+    return number is not None and how(float(number[0])) == float(reference)
+
+
+def same_list(answer: str, reference: str) -> bool:
+    try:
+        return ast.literal_eval(final_answer(answer)) == ast.literal_eval(reference)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def mathverse(row: dict) -> dict:
+    """(Of the version "Vision Only" even the question stands in the image.)"""
+    question, *choices = filled(row, "question", "query_wo").split("\nChoices:")
+    options = re.findall(r"^[A-Z]:(.*)$", "".join(choices), re.MULTILINE)
+    about = {**(literal(filled(row, "metadata", default={}))), **row}
+    return ask(row, question, options, filled(row, "answer"), filled(about, "problem_version"))
+
+
+def mathvision(row: dict) -> dict:
+    question = re.sub(r"<image\d+>", "", filled(row, "question"))
+    options = literal(filled(row, "options", "choices", default=[]))
+    return ask(row, question, options, filled(row, "answer"), filled(row, "subject", "category"))
+
+
+def charxiv(row: dict) -> dict:
+    """The hub's rows give their descriptive questions as numbers, so we take the reasoning one;
+    --data CharXiv_descriptive_val.tsv has the descriptive ones in words."""
+    question, answer = filled(row, "question", "reasoning_q"), filled(row, "answer", "reasoning_a")
+    return ask(row, question, (), answer, "descriptive" if "qid" in row else "reasoning")
+
+
+def mmmu(row: dict) -> dict:
+    """<image 1> ... <image 7> in a question are joined to one picture."""
+    options = literal(filled(row, "options", default=[]))
+    options = options or [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
+    question, answer = filled(row, "question"), str(filled(row, "answer"))
+    if len(set(re.findall(r"<image (\d)>", question))) > 1:
+        question += "\n(The images stand below each other, image 1 at the top.)"
+    subject = filled(row, "category", default="") or re.sub(
+        r"^[a-z]+_|_\d+$", "", str(filled(row, "id"))
+    )
+    rule = any_of if not options and answer.startswith("[") else None
+    question = re.sub(r"<image (\d)>", r"[image \1]", question)
+    return ask(row, question, options, answer, subject, rule=rule)
+
+
+def any_of(answer: str, references: str) -> bool:
+    return any(same_answer(str(reference), answer) for reference in literal(references))
+
+
+BENCHES = {
+    "vstar": Bench("craigwu/vstar_bench", vstar, "search"),
+    "hrbench4k": Bench("DreamMr/HR-Bench:hr_bench_4k", hrbench, "search"),
+    "hrbench8k": Bench("DreamMr/HR-Bench:hr_bench_8k", hrbench, "search"),
+    "vlmblind": Bench("XAI/vlmsareblind:valid", vlmblind, mean_of_parts=True),
+    "mme-realworld-lite": Bench("yifanzhang114/MME-RealWorld-lite-lmms-eval",
+                                mme_realworld, "search"),
+    "mathvista": Bench("AI4Math/MathVista:testmini", mathvista, judged=True),
+    "mathverse": Bench("AI4Math/MathVerse:testmini.parquet", mathverse, judged=True),
+    "mathvision": Bench("MathLLMs/MathVision:testmini", mathvision),
+    "charxiv": Bench("princeton-nlp/CharXiv:val", charxiv, judged=True),
+    "mmmu": Bench("lmms-lab/MMMU:validation", mmmu, judged=True),
+}  # fmt: skip
+
+
+def load_bench(
+    name: str, where: str | None = None, first: int | None = None
+) -> tuple[Usable[Sample], list[Callable | None]]:
+    """(samples, the rule of each or None). Images are decoded when asked for, all else is checked
+    now: a row that does not fit is named and stops it, for a score over fewer rows is another."""
+    bench = BENCHES[name]
+    title, rows = f"{name} ({where or bench.where})", read_rows(where or bench.where)
+    total = min(len(rows), first or len(rows))
+    rules: list[Callable | None] = [None] * total
+
+    def words(i: int) -> dict:
+        row = {**rows[i], "folder": rows.folder}
+        filled(row, *PICTURES)
+        values = bench.read(row)
+        rules[i] = values.pop("rule", None)
+        path = (name, values.pop("part"), values.pop("cycle", ""))
+        values["source"] = "/".join(str(word).replace("/", " ") for word in path).rstrip("/")
+        values["id"] = f"{name}-{i if values['id'] is None else values['id']}"
+        return values
+
+    def sample(i: int) -> Sample:
+        try:
+            return Sample(image=picture(rows[i], rows.folder), kind=bench.kind, **words(i))
+        except ValueError as error:
+            raise ValueError(f"{title}: row {i}: {error}") from error
+
+    return Usable(total, words, sample, "stop", title), rules
+
+
+PICTURES = ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)))
+
+
+def picture(row: dict, folder: Path) -> Image.Image:
+    """A row's image; several are joined below each other, so that there is one to look at."""
+    cells = [cell for name in PICTURES if (cell := filled(row, name, default=None)) is not None]
+    if "image_1" not in row:
+        cells = literal(cells[0]) if str(cells[0])[:1] == "[" else cells[:1]
+    images, gap = [read_image(cell, folder) for cell in cells], 16
+    if len(images) == 1:
+        return images[0]
+    size = max(i.width for i in images), sum(i.height + gap for i in images) - gap
+    sheet, y = Image.new("RGB", size, "white"), 0
+    for image in images:
+        sheet.paste(image, (0, y))
+        y += image.height + gap
+    return sheet
+
+
+def published(
+    sources: Sequence[str], correct: Sequence[float], mean_of_parts: bool = False
+) -> dict[str, float]:
+    """The benchmark's own score, "all", and its parts'. With cycles (HR-Bench) each is the mean of
+    the cycles' accuracies; with `mean_of_parts` (VLMs are blind) "all" is a mean over tasks.
+
+    >>> published(["b/p/0", "b/p/0", "b/p/1"], [1, 0, 1])
+    {'p': 0.75, 'all': 0.75}
+    """
+    cycles: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+    for source, right in zip(sources, correct, strict=True):
+        _, part, cycle = f"{source}//".split("/")[:3]
+        cycles[cycle][part].append(right)
+    scores = defaultdict(list)
+    for parts in cycles.values():
+        means = {part: fmean(rights) for part, rights in sorted(parts.items())}
+        total = means.values() if mean_of_parts else itertools.chain(*parts.values())
+        for part, value in (means | {"all": fmean(total)}).items():
+            scores[part].append(value)
+    return {part: fmean(values) for part, values in scores.items()}
 
 
 # Play and measure
@@ -80,11 +423,6 @@ def load_toy(n: int = 256, seed: int = 0, shortcut: float = 1.0) -> list[Sample]
     ]
 
 
-BENCHES: dict[str, Callable[[argparse.Namespace], list[Sample]]] = {
-    "toy": lambda args: load_toy(args.n, args.seed, args.shortcut),
-}
-
-
 def evaluate(
     policy: Policy,
     samples: Sequence[Sample],
@@ -93,94 +431,255 @@ def evaluate(
     rules: Rules = GREEDY,
     seed: int = 0,
     out: Path | None = None,
-) -> tuple[dict, list[Trajectory]]:
-    """Play every sample once, score every step once. `out` gets trajectories.jsonl."""
-    if not samples:
+    own_rules: Sequence[Callable | None] | None = None,
+    rollouts: int = 1,
+    wave: int = 512,
+    processes: PartialState | None = None,
+) -> tuple[dict, Sequence[Trajectory]]:
+    """Play every sample `rollouts` times and score every step once: (metrics, trajectories).
+
+    One wave of samples is played at a time. With `out` its episodes then go to trajectories.jsonl
+    and leave memory (the trajectories returned are Episodes), and what stands there already is not
+    played again: a killed evaluation goes on. Several processes take turns at the waves, each with
+    a file of its own; process 0 makes one of them. None of this changes a number.
+    own_rules: how each sample's answer counts, from load_bench; None: rewards.grade.
+    """
+    if not len(samples):
         raise ValueError("nothing to evaluate: expected at least one sample, got none")
+    rank, world = (processes.process_index, processes.num_processes) if processes else (0, 1)
+    if world > 1 and out is None:
+        raise ValueError("several processes meet in a folder: expected out=")
+    meet = processes.wait_for_everyone if processes else lambda: None
+    run = fingerprint(policy, samples, rules, seed, rollouts, wave)
+    places, kept, seen = range(len(samples) * rollouts), [], Counter()
+    there = Episodes(out, run) if out else None
+    meet()  # nobody writes while another still reads
+    if out and (own := out / file_of(rank)).exists():
+        os.truncate(own, there.ends[own])
+    done = set(there.lines) if out else set()
+    waves = [places[i * rollouts : (i + wave) * rollouts] for i in range(0, len(samples), wave)]
+    todo = [here for here in waves[rank::world] if not done.issuperset(here)]
+
     gpus = [policy.device] if policy.device.type == "cuda" else []
-    with torch.random.fork_rng(gpus):  # an evaluation amid training leaves no trace in it
-        torch.manual_seed(seed)
-        groups = play(policy, list(samples), rollouts=1, rules=rules)
-    trajectories = [trajectory for group in groups for trajectory in group]
-    rng = random.Random(seed)
-    rewards = [REWARDS["tapo"]([t], judge, Weights(), rng)[0] for t in trajectories]
-    if out is not None:
-        write_trajectories(trajectories, rewards, out)
-    return measure(trajectories, rewards), trajectories
+    bar = tqdm(todo, "waves", disable=rank > 0 or len(todo) < 2, leave=False)
+    for here in bar:
+        first, last = here[0] // rollouts, here[-1] // rollouts + 1
+        with torch.random.fork_rng(gpus):  # an evaluation amid training leaves no trace in it
+            torch.manual_seed(seed)
+            groups = play(policy, samples[first:last], rollouts, rules)
+        rewards = score(groups, "tapo", judge, Weights(), random.Random(seed))
+        played, rewards = (list(itertools.chain(*nested)) for nested in (groups, rewards))
+        if own_rules:
+            own = [own_rules[place // rollouts] for place in here]
+            rewards = list(map(by_rule, played, rewards, own))
+        fresh = [x for x in zip(played, rewards, here, strict=True) if x[-1] not in done]
+        kept += fresh if out is None else []
+        if out and fresh:
+            write_trajectories(*zip(*fresh), folder=out, run=run, file=file_of(rank))
+        for found in map(finding, played, rewards):
+            seen.update(n=1, right=found.correct, search=found.search, faithful=faithful(found))
+        shares = seen["right"] / seen["n"], seen["faithful"] / max(seen["search"], 1)
+        bar.set_postfix_str("accuracy {:.3f}, faithful {:.3f}".format(*shares))
+
+    if out:
+        meet()  # everybody has written
+        if rank == 0:
+            Episodes(out, run).merge()
+        meet()
+        trajectories = Episodes(out, run)
+        rewards = trajectories.rewards
+        if list(trajectories.lines) != list(places):
+            raise RuntimeError(f"{len(rewards)} of {len(places)} episodes are in {out}")
+    else:
+        trajectories, rewards, _ = map(list, zip(*kept))
+    return measure(trajectories, rewards, rollouts), trajectories
 
 
-def measure(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> dict:
-    """The rates of faithfulness.py; questions against the toy's prior count for one number only."""
-    own, against = [], []
+def fingerprint(policy: Policy, samples: Sequence[Sample], *settings: object) -> str:
+    """What an evaluation is: its policy (a few weights of every tensor), questions and settings."""
+    few = [p.detach().flatten()[:: max(1, p.numel() // 8)][:8] for p in policy.model.parameters()]
+    weights = torch.cat(few).double().cpu().numpy().tobytes()
+    ends = (len(samples), samples[0].id, samples[-1].id)
+    return hashlib.sha256(weights + repr((ends, settings)).encode()).hexdigest()[:16]
+
+
+def by_rule(trajectory: Trajectory, reward: Reward, rule: Callable | None) -> Reward:
+    """The reward, with the benchmark's own rule for what is right."""
+    answer, reference = trajectory.answer, trajectory.sample.answer
+    if rule is None or trajectory.ended != "answered":
+        return reward
+    right = float(len(answer) <= MAX_ANSWER and rule(answer, reference))
+    total = None if reward.total is None else reward.total + right - reward.answer
+    return replace(reward, answer=right, total=total)
+
+
+def measure(
+    trajectories: Iterable[Trajectory], rewards: Iterable[Reward], rollouts: int = 1
+) -> dict:
+    """The rates of faithfulness.py, and a benchmark's own score where it differs from accuracy.
+    Questions against the toy's prior count for one number only; answers on which a judge had no
+    verdict count for none."""
+    own, against, sources, ungraded = [], [], [], 0
     for trajectory, reward in zip(trajectories, rewards, strict=True):
-        (against if trajectory.sample.source == AGAINST_PRIOR else own).append((trajectory, reward))
-    metrics = rates([t for t, _ in own], [r for _, r in own])
+        sample = trajectory.sample
+        if reward.answer is None:
+            ungraded += 1
+        elif sample.source == AGAINST_PRIOR:
+            against.append(reward.answer)
+        else:
+            own.append(finding(trajectory, reward))
+            sources.append(sample.source)
+    counts = count(own, draws=DRAWS)
+    metrics = {"n": len(own) // rollouts} | {name: rate.value for name, rate in counts.items()}
+    metrics["rates"] = {name: vars(rate) for name, rate in counts.items()}
+    metrics["correct_by_faithful"] = cross_listing(own)
+    if ungraded:
+        metrics["ungraded"] = ungraded
     if against:
-        metrics["ood_accuracy"] = sum(reward.answer for _, reward in against) / len(against)
+        metrics["ood_accuracy"] = sum(against) / len(against)
+    bench = BENCHES.get(sources[0].split("/")[0]) if sources else None
+    if bench:
+        parts = published(sources, [f.correct for f in own], bench.mean_of_parts)
+        metrics |= {"score": parts.pop("all"), "parts": parts}
     return metrics
 
 
 # Keep the episodes
 
 
+def file_of(rank: int) -> str:
+    return f"trajectories-{rank}.jsonl" if rank else "trajectories.jsonl"
+
+
 def write_trajectories(
-    trajectories: Sequence[Trajectory], rewards: Sequence[Reward], folder: Path
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[Reward],
+    places: Sequence[int] | None = None,
+    *,
+    folder: Path,
+    run: str = "",
+    file: str = "trajectories.jsonl",
 ) -> None:
-    """trajectories.jsonl and images/ in `folder`; the head of this file describes them."""
+    """Append lines to `file`, pictures to images/; the head of this file describes them."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    # Pictures are numbered: an id comes from a data set and may be anything, even another path.
-    names = (f"images/{number:06d}.png" for number in itertools.count())
 
     def plain(thing: object) -> object:  # what json cannot write by itself
         if not isinstance(thing, Image.Image):
             return vars(thing)
-        thing.save(folder / (name := next(names)))
+        # Named by what they show: many questions share an image, and an id may be anything.
+        content = hashlib.sha256(repr((thing.mode, thing.size)).encode() + thing.tobytes())
+        name = f"images/{content.hexdigest()[:24]}.png"
+        if not (folder / name).exists():
+            thing.save(part := folder / f"{name}.{os.getpid()}", "png", compress_level=1)
+            os.replace(part, folder / name)
         return name
 
-    with open(folder / "trajectories.jsonl", "w", encoding="utf-8") as file:
-        for trajectory, reward in zip(trajectories, rewards, strict=True):
-            line = {**vars(trajectory), "reward": reward, "correct": reward.answer > 0}
-            line["steps"] = [
-                {**vars(step), "score": score} for step, score in scored(trajectory, reward)
-            ]
-            line["acted"] = runs_of(trajectory.acted)
-            del line["images"]  # the model's own input, made from these pictures
-            print(json.dumps(line, default=plain), file=file)
+    text, places = "", places or range(len(trajectories))
+    for place, t, reward in zip(places, trajectories, rewards, strict=True):
+        right = None if reward.answer is None else reward.answer > 0
+        steps = [{**vars(step), "score": value} for step, value in scored(t, reward)]
+        line = {**vars(t), "steps": steps, "acted": runs_of(t.acted), "reward": reward}
+        line |= {"correct": right, "place": place, "run": run}
+        del line["images"]  # the model's own input, made from these pictures
+        text += json.dumps(line, default=plain) + "\n"
+    with open(folder / file, "a", encoding="utf-8") as lines:
+        lines.write(text)
+
+
+class Episodes(Sequence[Trajectory]):
+    """The episodes of a file or folder, in the order of their places. Each is read when asked
+    for, without the model's image inputs; their rewards and the samples' ids are all here.
+
+    lines: {place: (file, start, end)}; ends: where the whole lines of each file end. The half line
+    behind that is what a kill left. Lines of another `run` are refused.
+    """
+
+    def __init__(self, where: Path, run: str | None = None) -> None:
+        self.folder, self.ends, found = (where.parent if where.is_file() else where), {}, {}
+        files = [where] if where.is_file() else where.glob("trajectories*.jsonl")
+        for path in sorted(files):
+            end = 0
+            for number, text in enumerate(open(path, "rb"), start=1):
+                if not text.endswith(b"\n"):
+                    break
+                start, end = end, end + len(text)
+                try:
+                    line = json.loads(text)
+                    place, theirs, id = line["place"], line["run"], line["sample"]["id"]
+                    found[place] = (path, start, end), reward_of(line["reward"]), id
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise ValueError(
+                        f"{path}, line {number}: expected a trajectory as described at the head of "
+                        f"evaluate.py, but {type(error).__name__}: {error}"
+                    ) from error
+                if run not in (None, theirs):
+                    raise ValueError(
+                        f"{path} is from another evaluation (other weights, questions or settings):"
+                        f" give --out another folder, or delete it"
+                    )
+            self.ends[path] = end
+        self.lines = {place: found[place][0] for place in sorted(found)}
+        self.rewards, self.ids = ([found[place][i] for place in self.lines] for i in (1, 2))
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, i):
+        chosen = list(self.lines.values())[i]
+        return [self.read(*at) for at in chosen] if isinstance(i, slice) else self.read(*chosen)
+
+    def read(self, path: Path, start: int, end: int) -> Trajectory:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return trajectory_of(json.loads(file.read(end - start)), self.folder)
+
+    def merge(self) -> None:
+        """All lines in order in trajectories.jsonl, and no other file."""
+        part = self.folder / "trajectories.part"
+        with open(part, "wb") as merged:
+            for path, start, end in self.lines.values():
+                with open(path, "rb") as file:
+                    file.seek(start)
+                    merged.write(file.read(end - start))
+        os.replace(part, self.folder / file_of(0))
+        for path in self.folder.glob("trajectories-*.jsonl"):
+            path.unlink()
 
 
 def read_trajectories(
     path: Path, first: int | None = None
-) -> tuple[list[Trajectory], list[Reward]]:
-    """What write_trajectories wrote, or the `first` of it; without the model's image inputs."""
-    pairs, lines = [], path.read_text(encoding="utf-8").splitlines()
-    for number, text in enumerate(lines[:first], start=1):
-        try:
-            pairs.append(_from_line(json.loads(text), path.parent))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}, line {number}: expected a trajectory as described at the head of "
-                f"evaluate.py, but {type(error).__name__}: {error}"
-            ) from error
-    return [trajectory for trajectory, _ in pairs], [reward for _, reward in pairs]
+) -> tuple[Sequence[Trajectory], list[Reward]]:
+    """What write_trajectories wrote: all, read when asked for, or the `first` of it."""
+    episodes = Episodes(path)
+    return (episodes if first is None else episodes[:first]), episodes.rewards[:first]
 
 
-def _from_line(line: dict, folder: Path) -> tuple[Trajectory, Reward]:
+def reward_of(values: dict) -> Reward:
+    return Reward(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def trajectory_of(line: dict, folder: Path) -> Trajectory:
     def picture(name: str) -> Image.Image:
-        return Image.open(folder / name).convert("RGB")
+        """Decoded when first looked at, with no file held open; without the note, PIL would decode
+        it at once in search of EXIF data."""
+        image = Image.open(io.BytesIO((folder / name).read_bytes()))
+        image.info["exif"] = b""
+        return image
 
-    sample, reward = line["sample"], line.pop("reward")
+    names = {f.name for f in fields(Trajectory)} - {"images"}
+    line = {name: line[name] for name in names if name in line}
+    sample = line["sample"]
     sample |= {"image": picture(sample["image"]), "options": tuple(sample["options"])}
     line["sample"] = Sample(**{**sample, "boxes": tuple(map(tuple, sample["boxes"]))})
     for step in line["steps"]:
-        del step["score"]  # reward.steps has it, as reward.answer has `correct`
+        del step["score"]  # the reward has it
         if seen := step["observation"]:
             seen["images"] = [picture(name) for name in seen["images"]]
             seen["boxes"] = [box and tuple(box) for box in seen["boxes"]]
             step["observation"] = Observation(**seen)
     line["steps"] = [Step(**step) for step in line["steps"]]
     line["acted"] = [who for who, count in line["acted"] for _ in range(count)]
-    del line["correct"]
-    return Trajectory(**line), Reward(**{**reward, "steps": tuple(reward["steps"])})
+    return Trajectory(**line)
 
 
 def scored(trajectory: Trajectory, reward: Reward) -> list[tuple[Step, float | None]]:
@@ -243,8 +742,11 @@ def curves(log_lines: Sequence[dict], path: Path) -> None:
 
 def compare(columns: dict[str, dict], path: Path) -> None:
     """Several runs in one figure: a row for each rate, a mark for each run."""
-    labels = {name: label for name, label in ROWS.items() if name != "n"}
-    figure = Figure(figsize=(8, 6 + 0.25 * len(columns)), layout="constrained")
+    measured = {name for metrics in columns.values() for name in metrics} - {"n", "ungraded"}
+    labels = {name: label for name, label in ROWS.items() if name in measured}
+    figure = Figure(
+        figsize=(8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)), layout="constrained"
+    )
     axes = figure.subplots()
     styles = itertools.cycle(zip(COLORS, MARKERS))
     for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
@@ -252,6 +754,9 @@ def compare(columns: dict[str, dict], path: Path) -> None:
         values = [metrics.get(name) for name in labels]
         places = [(value, row + aside) for row, value in enumerate(values) if value is not None]
         axes.plot(*zip(*places), color=color, marker=marker, linestyle="none", label=run)
+        for row, name in enumerate(labels):  # 95 %
+            ends = metrics.get("rates", {}).get(name, {}).get("interval")
+            axes.plot(ends or [], [row + aside] * len(ends or []), color=color, linewidth=1)
     axes.set_yticks(range(len(labels)), labels.values())
     axes.set(xlim=(-0.02, None), ylim=(len(labels) - 0.5, -0.5), xlabel="rate")
     axes.grid(alpha=0.3)
@@ -272,30 +777,57 @@ SCRIPT = PAGE.template.split("<script>")[1].split("</script>")[0]
 
 
 def report(folder: Path, columns: dict[str, dict], shown: int = 50) -> Path:
-    """report.html: the first episodes of the folder, and its curves.png if there is one."""
-    file, png = folder / "trajectories.jsonl", folder / "curves.png"
-    drawn = Image.open(png) if png.exists() else None
-    total = len(file.read_text(encoding="utf-8").splitlines())
-    text = page(*read_trajectories(file, shown), columns, drawn, total)
+    """report.html: the first episodes of the folder, and its figures."""
+    episodes = Episodes(folder)
+    plays = [[("", t, r)] for t, r in zip(episodes[:shown], episodes.rewards)]
+    return _publish(folder, plays, columns, len(episodes))
+
+
+def report_runs(folder: Path, runs: Sequence[str], columns: dict[str, dict]) -> Path:
+    """report.html in `folder`: the same samples in several runs, side by side. A run that kept no
+    episodes, or none on these samples, is only in the table."""
+    kept = {run.rstrip("/"): Episodes(Path(run)) for run in runs}
+    kept = {run: episodes for run, episodes in kept.items() if len(episodes)}
+    ids = [set(episodes.ids) for episodes in kept.values()]
+    common = (
+        [id for id in next(iter(kept.values())).ids if all(id in own for own in ids)]
+        if kept
+        else []
+    )
+    common = list(dict.fromkeys(common))  # of --avg-at K, the first play
+    plays = []
+    for id in common[: max(1, 50 // max(1, len(kept)))]:
+        at = {run: episodes.ids.index(id) for run, episodes in kept.items()}
+        plays.append([(run, kept[run][i], kept[run].rewards[i]) for run, i in at.items()])
+    return _publish(folder, plays, columns, len(common))
+
+
+def _publish(folder: Path, plays: list[list[Play]], columns: dict[str, dict], total: int) -> Path:
+    pictures = [folder / f"{name}.png" for name in ("curves", "compare")]
+    drawn = [Image.open(png) for png in pictures if png.exists()]
+    text = page(plays, columns, drawn, total)
     (folder / "report.html").write_text(text, encoding="utf-8", errors="backslashreplace")
     return folder / "report.html"
 
 
+Play = tuple[str, Trajectory, Reward]  # the run it comes from, "" if there is only one
+
+
 def page(
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[Reward],
+    plays: Sequence[list[Play]],
     columns: dict[str, dict],
-    drawn: Image.Image | None = None,
+    drawn: Sequence[Image.Image] = (),
     total: int | None = None,
 ) -> str:
-    """One self-contained page of these episodes out of `total`, or as many as PAGE_LIMIT holds."""
-    pairs = list(zip(trajectories, rewards, strict=True))
-    pictures = sum(1 + sum(len(s.observation.images) for s in t.tool_steps) for t, _ in pairs)
+    """One self-contained page: a card for each sample, with its play in every run; of `total`
+    samples these, or as many as PAGE_LIMIT holds."""
+    seen = [step.observation for card in plays for _, t, _ in card for step in t.tool_steps]
+    pictures = len(plays) + sum(len(observation.images) for observation in seen)
     budget = PAGE_LIMIT * 2 // 3 // max(1, pictures)  # characters a picture; the rest is for text
-    cards = [_card(i, *pair, budget) for i, pair in enumerate(pairs, start=1)]
+    cards = [_card(i, card, budget) for i, card in enumerate(plays, start=1)]
     sizes = itertools.accumulate(len(card.encode(errors="backslashreplace")) for card in cards)
     cards = cards[: sum(size <= PAGE_LIMIT for size in sizes)]
-    figure = drawn and f'<img alt="curves of training" src="{picture_url(drawn, 400_000)}">'
+    figures = (f'<img alt="a figure" src="{picture_url(image, 200_000)}">' for image in drawn)
     return PAGE.substitute(
         hash=base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
         head="".join(f'<th scope="col">{safe(name)}' for name in columns),
@@ -303,42 +835,68 @@ def page(
             f'<tr><th scope="row">{label}{"".join(f"<td>{cell}" for cell in cells)}'
             for label, cells in rows(columns)
         ),
-        count=f"{len(cards)} of {total or len(pairs)}",
-        curves=figure or "",
+        count=f"{len(cards)} of {len(plays) if total is None else total}",
+        figures="".join(figures),
         cards="".join(cards),
     )
 
 
-def _card(number: int, trajectory: Trajectory, reward: Reward, budget: int) -> str:
-    sample, acted = trajectory.sample, trajectory.acted
-    found = finding(trajectory, reward)
-    right, error = found.correct, "some" if found.failed else "none"
-    look = "no tool" if not found.scores else "faithful" if faithful(found) else "unfaithful"
-    apt = look == ("faithful" if found.search else "no tool")
-    width, height = sample.image.size
-    url = picture_url(sample.image, budget)
+def _card(number: int, plays: list[Play], budget: int) -> str:
+    sample, found = plays[0][1].sample, [finding(t, r) for _, t, r in plays]
+    (width, height), url = sample.image.size, picture_url(sample.image, budget)
     image = f'<image id="p{number}" width="{width}" height="{height}" href="{url}"/>'
+    strips = []
+    for name, trajectory, reward in plays:
+        strips.append(_strip(name, trajectory, reward, number, image, budget))
+        image = f'<use href="#p{number}"/>'  # the picture itself is there once
+    ways = {
+        "answer": [answer_of(reward) for _, _, reward in plays],
+        "look": [look_of(f) for f in found],
+        "kind": [safe(sample.kind)],
+        "error": ["some" if f.failed else "none" for f in found],
+    }
+    data = "".join(f' data-{key}="{" / ".join(values)}"' for key, values in ways.items())
+    return f"""
+<article id="t{number}" tabindex="-1"{data}>
+<h2>{number}. {safe(sample.question)}</h2>
+<small>{safe(sample.kind)} · {safe(sample.id)}</small>
+<div class="runs">{"".join(strips)}</div>
+</article>"""
+
+
+def answer_of(reward: Reward) -> str:
+    return {None: "no verdict", 1.0: "correct"}.get(reward.answer, "wrong")
+
+
+def look_of(found: Finding) -> str:
+    return "no tool" if not found.scores else "faithful" if faithful(found) else "unfaithful"
+
+
+def _strip(
+    name: str, trajectory: Trajectory, reward: Reward, number: int, image: str, budget: int
+) -> str:
+    """One play as a film strip: the image, every turn, and who chose each token."""
+    sample, acted, found = trajectory.sample, trajectory.acted, finding(trajectory, reward)
+    look, right = look_of(found), found.correct
+    verdict = _mark(right, answer_of(reward))
+    apt = look == ("faithful" if found.search else "no tool")
     options = "".join(f"<li>{safe(option)}" for option in sample.options)
     frames = [f"<h3>Image</h3>{_drawn(sample, image)}<ol type=A>{options}</ol>"]
-    for turn, (step, score) in enumerate(scored(trajectory, reward), start=1):
-        shown = step.observation and _shown(sample, step.observation, score, number, budget)
+    for turn, (step, value) in enumerate(scored(trajectory, reward), start=1):
+        shown = step.observation and _shown(sample, step.observation, value, number, budget)
         frames.append(f"<h3>Turn {turn}</h3>{_written(step.text)}{shown or ''}")
     answer = "no answer" if trajectory.answer is None else trajectory.answer
     frames[-1] += f"<p>{_mark(right, answer)} (reference: {safe(sample.answer)})</p>"
     bar = "".join(
-        f'<i{" class=acted" if who else ""} style="flex:{count} 0 0" title="{count} tokens"></i>'
-        for who, count in runs_of(acted)
+        f'<i{" class=acted" if who else ""} style="flex:{n} 0 0" title="{n} tokens"></i>'
+        for who, n in runs_of(acted)
     )
     chose = f"{sum(acted)} tokens chosen by the policy, {len(acted) - sum(acted)} shown to it"
-    return f"""
-<article id="t{number}" tabindex="-1" data-answer="{"correct" if right else "wrong"}"
- data-look="{look}" data-kind="{safe(sample.kind)}" data-error="{error}">
-<h2>{number}. {safe(sample.question)}</h2>
-<p>{_mark(right, "correct" if right else "wrong")} · {_mark(apt, look)} · {safe(sample.kind)}
-<small>· {safe(sample.id)} · ended: {safe(trajectory.ended)}</small></p>
+    return f"""<section>
+<p>{f"<b>{safe(name)}</b> · " if name else ""}{verdict}
+· {_mark(apt, look)} <small>· ended: {safe(trajectory.ended)}</small></p>
 <ol class="strip">{"".join(f"<li>{frame}</li>" for frame in frames)}</ol>
-<div class="bar" role="img" aria-label="{chose}">{bar}</div><small>{chose}</small>
-</article>"""
+<div class="bar" role="img" aria-label="{chose}">{bar}</div><small>{chose}</small></section>"""
 
 
 def _shown(sample: Sample, seen: Observation, score: float | None, number: int, budget: int) -> str:
@@ -414,6 +972,74 @@ def picture_url(image: Image.Image, budget: int) -> str:
     return url
 
 
+# One episode as a picture
+
+
+def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
+    """A film strip as a PNG: the image with its targets, every turn with what the tool showed (its
+    place is drawn in the image) and its score, and below it who chose each token."""
+    sample, turns = trajectory.sample, scored(trajectory, reward)
+    options = (f"{letter}. {text}" for letter, text in zip(LETTERS, sample.options))
+    words = [_lines("\n".join([sample.question, *options])), *(_lines(s.text) for s, _ in turns)]
+    heights = 2.6, 0.16 * max(text.count("\n") + 1 for text in words), 0.14  # inches
+    size = 2.9 * len(words), sum(heights) + 0.8
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(3, len(words), height_ratios=heights)
+
+    def cell(row: int, column: int | slice) -> Axes:
+        axes = figure.add_subplot(grid[row, column])
+        axes.set_xticks([]), axes.set_yticks([])
+        axes.spines[:].set_visible(row == 0)
+        return axes
+
+    def outline(axes: Axes, box: Box, color: str, line: str) -> None:
+        x0, y0, x1, y1 = box
+        for edge, width, dash in (("white", 4, "-"), (color, 2, line)):
+            style = {"fill": False, "edgecolor": edge, "linewidth": width, "linestyle": dash}
+            axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, **style))
+
+    first = cell(0, 0)
+    first.imshow(sample.image, interpolation="nearest")
+    first.set_title("image; dashed: the target" if sample.boxes else "image", fontsize=9)
+    for box in sample.boxes:
+        outline(first, box, "black", "--")
+    for i, text in enumerate(words):
+        cell(1, i).text(0, 1, text, va="top", fontsize=8, family="monospace")
+    for i, (step, value) in enumerate(turns, start=1):
+        top = cell(0, i)
+        if seen := step.observation:
+            verdict = "no verdict" if value is None else f"score {value:g}"
+            top.set_title(f"{i}. {', '.join([*seen.sources, verdict])}", fontsize=9)
+            for image in seen.images[:1]:
+                top.imshow(image, interpolation="nearest")
+            for box in filter(None, seen.boxes):
+                outline(first, box, COLORS[0], "-")
+                first.text(box[0], box[1], f" {i}", color=COLORS[0], va="bottom", weight="bold")
+        else:
+            right = (reward.answer or 0) > 0
+            said = "no answer" if trajectory.answer is None else trajectory.answer
+            verdict = f"{'✓' if right else '✗'} {said}\n(reference: {sample.answer})"
+            top.set_title(f"{i}. answer", fontsize=9)
+            top.set_box_aspect(sample.image.height / sample.image.width)  # beside its neighbours
+            middle = {"ha": "center", "va": "center", "transform": top.transAxes}
+            top.text(0.5, 0.5, _lines(verdict, 20), color=COLORS[not right], **middle)
+    bar, start = cell(2, slice(None)), 0
+    for who, tokens in runs_of(trajectory.acted):
+        bar.barh(0, tokens, left=start, color=COLORS[0] if who else "#c9c6be")
+        start += tokens
+    bar.set_xlim(0, start), bar.set_xlabel("blue: tokens chosen by the policy", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def _lines(text: str, width: int = 38, most: int = 16) -> str:
+    """Broken into lines that fit a cell, and not read as a formula."""
+    text = re.sub(r"(?<=</think>)(?=.)|(?<=.)(?=<answer>)", "\n", text)
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
+    lines = lines[:most] + ["..."] * (len(lines) > most)
+    return "\n".join(lines).replace("$", r"\$")
+
+
 # Command line
 
 
@@ -432,55 +1058,157 @@ def columns_of(runs: Sequence[str]) -> dict[str, dict]:
     return columns
 
 
+TOY = {"limit": 256, "max_new_tokens": 64, "max_length": 2048, "wave": 128}
+OTHERS = {"max_new_tokens": 1024, "max_length": 16384, "wave": 32}
+FLAGS = dict(
+    model=dict(metavar="DIR", help="checkpoint to evaluate: a folder or a hub name"),
+    bench=dict(choices=("toy", *BENCHES), default="toy", help="which questions"),
+    data=dict(metavar="PATH", help="the benchmark's files; else its hub name is used"),
+    out=dict(metavar="DIR", type=Path, default=Path("runs/eval"), help="where results go"),
+    limit=dict(type=int, help="questions (toy: 256, and half as many against its prior; else all)"),
+    shortcut=dict(type=float, default=1.0, help="toy: share of squares that follow the prior"),
+    turns=dict(type=int, default=GREEDY.turns, help="how often the policy may speak"),
+    temperature=dict(type=float, help="0 is greedy; 1 if --avg-at is above 1"),
+    avg_at=dict(metavar="K", type=int, default=1, help="mean over K samples of each question"),
+    max_new_tokens=dict(type=int, help="of one turn (1024; toy: 64)"),
+    max_length=dict(type=int, help="tokens of a whole episode (16384; toy: 2048)"),
+    max_pixels=dict(type=int, help="budget of one image; else the checkpoint's own"),
+    wave=dict(type=int, help="questions at a time: memory, and what a kill costs (32; toy: 128)"),
+    seed=dict(type=int, default=0, help="of the toy's questions and of sampling"),
+    judge_url=dict(help="server of a judge that sees: for steps where no boxes are labelled, and "
+                   "for open answers"),
+    judge_model=dict(help="its model's name on that server"),
+    judge_prompt=dict(choices=("evaluation", "evaluation_original"), default="evaluation",
+                      help="what it sees of a step: crop and question, or also the whole image"),
+    perturb=dict(metavar="LIES", default="", help="all, or some of " + ",".join(PERTURBATIONS) +
+                 ": play again while tools show these (Table 6)"),
+    ablation=dict(action="store_true", help="play again without tools; what was each call worth?"),
+    compare=dict(metavar="RUN", nargs="+", help="folders with summary.json, side by side"),
+    film=dict(metavar="RUN", help="draw an episode of this folder as --out/film.png"),
+    episode=dict(type=int, help="its number; else the first that is right and faithful"),
+)  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> None:
+    """What can be refused before a model loads is refused here."""
+    if (args.out / "state.json").exists():
+        raise ValueError(f"{args.out} holds a training run: give --out another folder")
+    if args.bench == "toy" and args.data:
+        raise ValueError(f"the toy world is drawn, not read: drop --data {args.data}")
+    for name, low in (("limit", 1), ("turns", 1), ("temperature", 0), ("avg_at", 1), ("wave", 1)):
+        if (value := getattr(args, name)) is not None and value < low:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+    if args.avg_at > 1 and not args.temperature:
+        raise ValueError(f"--avg-at {args.avg_at} of greedy plays is one play: raise --temperature")
+    if args.perturb and args.temperature:
+        raise ValueError("--perturb compares greedy plays: drop --avg-at and --temperature")
+    if unknown := set(args.perturb) - set(PERTURBATIONS):
+        wanted = ", ".join(PERTURBATIONS)
+        raise ValueError(f"--perturb is all, or some of {wanted}; got {', '.join(unknown)}")
+    if bool(args.judge_url) != bool(args.judge_model):
+        raise ValueError("a judge needs both --judge-url and --judge-model")
+    check_checkpoint(args.model)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Play a benchmark and show what the policy looked at, or compare runs.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    flag = parser.add_argument
-    flag("--model", metavar="DIR", help="checkpoint to evaluate: a folder or a hub name")
-    flag("--bench", choices=BENCHES, default="toy", help="which questions")
-    flag("--data", metavar="PATH", help="where the benchmark's files are (the toy draws its own)")
-    flag("--out", metavar="DIR", type=Path, default=Path("runs/eval"), help="where results go")
-    flag("--n", type=int, default=256, help="toy: questions, plus half as many against the prior")
-    flag("--shortcut", type=float, default=1.0, help="toy: share of squares that follow the prior")
-    flag("--turns", type=int, default=GREEDY.turns, help="how often the policy may speak")
-    flag("--temperature", type=float, default=GREEDY.temperature, help="0 is greedy")
-    flag("--seed", type=int, default=0, help="of the toy's questions and of sampling")
-    flag("--compare", metavar="RUN", nargs="+", help="folders with summary.json, side by side")
+    for name, about in FLAGS.items():
+        parser.add_argument("--" + name.replace("_", "-"), **about)
     args = parser.parse_args(argv)
-    if not args.model and not args.compare:
-        parser.print_help()
-        return
+    if not (args.model or args.compare or args.film):
+        return parser.print_help()
+    usual = TOY if args.bench == "toy" else OTHERS
+    usual = usual | {"temperature": float(args.avg_at > 1)}
+    vars(args).update({name: value for name, value in usual.items() if getattr(args, name) is None})
+    lies = PERTURBATIONS if args.perturb == "all" else args.perturb.split(",")
+    args.perturb = [lie for lie in lies if lie]
     try:
+        if args.film:
+            return print(draw_film(args))
         if args.compare:
-            columns = columns_of(args.compare)
-            args.out.mkdir(parents=True, exist_ok=True)
-            compare(columns, args.out / "compare.png")
-            print(table(columns), args.out / "compare.png", sep="\n\n")
-            return
-        if (args.out / "state.json").exists():
-            raise ValueError(f"{args.out} holds a training run: give --out another folder")
-        if args.bench == "toy" and args.data:
-            raise ValueError(f"the toy world is drawn, not read: drop --data {args.data}")
-        for name, low in (("n", 1), ("turns", 1), ("temperature", 0)):
-            if getattr(args, name) < low:
-                raise ValueError(f"--{name} must be at least {low}, got {getattr(args, name)}")
-        samples = BENCHES[args.bench](args)
-        policy = load_policy(args.model, "cuda" if torch.cuda.is_available() else "cpu")
+            return compare_runs(args.compare, args.out)
+        check(args)
+        cpu = not torch.cuda.is_available()
+        processes = PartialState(cpu, timeout=timedelta(days=7))  # the first wait for the slowest
+        samples, own_rules = questions_of(args)
+        policy = load_policy(args.model, processes.device, args.max_pixels)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
 
     started = time.monotonic()
-    rules = replace(GREEDY, turns=args.turns, temperature=args.temperature)
-    metrics, _ = evaluate(policy, samples, BoxJudge(), rules=rules, seed=args.seed, out=args.out)
-    summary = {
-        "config": {**vars(args), "out": str(args.out)},
-        "seconds": {args.bench: round(time.monotonic() - started, 1)},
-        "stages": {args.bench: metrics},
-    }
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
-    print(table(summary["stages"]), report(args.out, summary["stages"]), sep="\n\n")
+    settings = ("turns", "temperature", "max_new_tokens", "max_length")
+    rules = replace(GREEDY, **{name: getattr(args, name) for name in settings})
+    judge, second = judges_of(args)
+    metrics, episodes = evaluate(
+        policy, samples, judge, rules=rules, seed=args.seed, out=args.out,
+        own_rules=own_rules, rollouts=args.avg_at, wave=args.wave, processes=processes,
+    )  # fmt: skip
+    if not processes.is_main_process:
+        return
+    seconds, stages = round(time.monotonic() - started, 1), {args.bench: metrics}
+    summary = {"config": {**vars(args), "out": str(args.out)}, "seconds": {args.bench: seconds}}
+    text = json.dumps(summary | {"stages": stages}, indent=2)
+    (args.out / "summary.json").write_text(text, encoding="utf-8")
+    compare(stages, args.out / "compare.png")
+    print(table(stages), details(metrics), listing(tool_use(episodes)), sep="\n\n")
+    if second:
+        theirs = [REWARDS["tapo"]([t], second, Weights(), random.Random(0))[0] for t in episodes]
+        cells, rate, kappa = agreement(episodes, episodes.rewards, theirs)
+        print(f"\nboxes and judge agree: {rate}, kappa {kappa}; (boxes, judge): {dict(cells)}")
+    if args.perturb:
+        study = perturb(policy, episodes, episodes.rewards, rules, args.perturb, args.seed)
+        print("", study_table(study), sep="\n")
+    if args.ablation:
+        direct = without_tools(policy, episodes, rules)
+        worth = evidence(policy, episodes, episodes.rewards, rules, seed=args.seed)
+        print("", listing(ablation(episodes, direct)), "", listing(worth), sep="\n")
+    print("", report(args.out, stages), sep="\n")
+
+
+def compare_runs(runs: Sequence[str], out: Path) -> None:
+    columns = columns_of(runs)
+    out.mkdir(parents=True, exist_ok=True)
+    compare(columns, out / "compare.png")
+    print(table(columns), out / "compare.png", report_runs(out, runs, columns), sep="\n\n")
+
+
+def questions_of(args: argparse.Namespace) -> tuple[Sequence[Sample], list | None]:
+    if args.bench == "toy":
+        return load_toy(args.limit, args.seed, args.shortcut), None
+    return load_bench(args.bench, args.data, args.limit)
+
+
+def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
+    """(the judge, a second opinion). Steps: boxes where they are labelled, else the served judge;
+    it also reads open answers, where the benchmark has that."""
+    boxes = BoxJudge() if args.bench == "toy" else HALF
+    if not args.judge_url:
+        return boxes, None
+    asked = ChatJudge(args.judge_url, args.judge_model, args.judge_prompt, args.out / "verdicts")
+    if args.bench in ("toy", "vstar"):
+        return boxes, asked
+    return (asked if BENCHES[args.bench].judged else TwoJudges(asked, boxes)), None
+
+
+def details(metrics: dict) -> str:
+    """Every rate with what it is a rate of, correct x faithful, and the benchmark's parts."""
+    rates = {name: Rate(**rate) for name, rate in metrics["rates"].items()}
+    parts = [f"{part:40} {value:.3f}" for part, value in metrics.get("parts", {}).items()]
+    return "\n".join([listing(rates), "", metrics["correct_by_faithful"], "", *parts])
+
+
+def draw_film(args: argparse.Namespace) -> Path:
+    episodes = Episodes(Path(args.film))
+    if not len(episodes):
+        raise ValueError(f"no trajectories.jsonl with episodes in {args.film}")
+    pairs = [*zip(episodes, episodes.rewards)] if args.episode is None else []
+    good = (i for i, (t, r) in enumerate(pairs, 1) if r.right and faithful(finding(t, r)))
+    at = (args.episode or next(good, 1)) - 1
+    film(episodes[at], episodes.rewards[at], args.out / "film.png")
+    return args.out / "film.png"
 
 
 if __name__ == "__main__":

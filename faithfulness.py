@@ -1,38 +1,74 @@
 """
-faithfulness.py: had the policy looked in the right place? Counted, not felt.
+faithfulness.py: had the policy looked in the right place, and did it matter? Counted, not felt.
 
 Concept     A right answer may be luck. Each search question falls into one of three classes:
             faithful    a tool showed the evidence (a step score of 1: 0.5 is not enough)
             unfaithful  tools showed pictures, and none of them the evidence
             no tool     no picture was shown at all
-Paper       CodeV, arXiv:2511.19661, Fig. 2 (rates among right answers) and Table 5 (faithful and
-            right, over all questions). It leaves denominators and several crops open: both
-            denominators stand here, and four ways to treat several crops.
+            To have looked is not yet to have used it. So we also lie: we change what the tools
+            show, and see whether thoughts, actions and answers follow.
+Paper       CodeV, arXiv:2511.19661, Fig. 2 (rates among right answers), Table 5 (faithful and
+            right, over all questions), Table 6 (lies), Appendix 12 (use of tools). It leaves
+            denominators and several crops open: both denominators stand here, and four ways to
+            treat several crops. Agreement of judges, ablation and evidence values are ours.
 In          Trajectories and their Rewards with step scores (rewards.tapo), computed once
-Out         rates that keep their numerators and denominators
-Left out    confidence intervals, agreement of judges, perturbations
-Read next   evaluate.py (which plays the questions and prints the rates)
+Out         rates with numerator, denominator and bootstrap interval, and tables of them
+Left out    human judgement; which part of a crop was used; where a picture without a box is from
+Read next   evaluate.py (which plays the questions and prints the tables)
+
+    python faithfulness.py                       the rates of six hand-made trajectories
+    python faithfulness.py TRAJECTORIES.jsonl    of recorded ones: evaluate.py's, or any agent's
+
+Any agent's file has one JSON object a line. Boxes are [x0, y0, x1, y1] in pixels of the image, and
+are cut at its border; paths are relative to the file.
+
+    question, image (a file), answer (what the agent answered, or null), correct (true or false)
+    steps      one a tool call, an object with what it showed: box (a part of the image), image (a
+               file), or neither. It may have text (what was said before), code, error, and score (a
+               judge's, 0 to 1, or null); without a score the box is held against the targets
+    and, where they are known: targets (boxes of the evidence), kind ("search" or "neutral"), text
+    (what was said at the end), id (plays of one question share it: they are not independent)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import argparse
+import io
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from statistics import fmean
+from types import SimpleNamespace
 
+import numpy as np
+import torch
 from PIL import Image
 
-from data import Sample
-from rewards import BoxJudge, Reward, Weights, area, crop, hand_made, ran_well, recall, tapo
-from rollout import Trajectory
-from sandbox import Observation
+from data import Box, Sample, upright_rgb
+from grpo import Objective, group_row, group_rows, log_probs
+from rewards import BoxJudge, ChatJudge, Judge, Reward, Weights, area, crop, hand_made, is_correct
+from rewards import ran_well, recall, step_score, tapo
+from rollout import Encoded, Policy, Rules, Step, Trajectory, begin, listen, play_on, rows_that_fit
+from sandbox import Observation, Sandbox
+
+# Rates
+
+DRAWS = 1000  # of the bootstrap
+Parts = dict[str, tuple[float, float]]  # what one unit adds to each rate: above and below the line
 
 
 @dataclass(frozen=True)
 class Rate:
     numerator: float
     denominator: float
+    interval: tuple[float, float] | None = None  # 95 %
 
     @property
     def value(self) -> float | None:
@@ -41,7 +77,46 @@ class Rate:
 
     def __str__(self) -> str:
         share = "none" if self.value is None else f"{self.value:.3f}"
-        return f"{share} ({self.numerator:g}/{self.denominator:g})"
+        ends = "[{:.3f}, {:.3f}] ".format(*self.interval) if self.interval else ""
+        return f"{share} {ends}({self.numerator:g}/{self.denominator:g})"
+
+
+def add_up(pairs: Iterable[tuple[Parts, str]], draws: int = 0, seed: int = 0) -> dict[str, Rate]:
+    """Sum over units (samples, or calls), each with its cluster; {} if there are none.
+
+    draws > 0: with percentile bootstrap intervals. Whole clusters are drawn with replacement, since
+    plays of one question are no independent evidence; a unit whose cluster is "" stands alone.
+    Draws that leave a rate without denominator do not count for it; one cluster gives no interval.
+    (Of what was always so, or never, a bootstrap learns nothing: its interval has no width.)"""
+    pairs = [(unit, key or i) for i, (unit, key) in enumerate(pairs)]
+    if not pairs:
+        return {}
+    units, keys = zip(*pairs)
+    amounts = np.array([list(unit.values()) for unit in units], float)  # [units, rates, 2]
+    place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    grouped = np.zeros((len(place), *amounts.shape[1:]))
+    np.add.at(grouped, [place[key] for key in keys], amounts)
+    chance = np.full(len(place), 1 / len(place))
+    times = np.random.default_rng(seed).multinomial(len(place), chance, draws)  # [draws, clusters]
+    drawn = np.tensordot(times, grouped, 1)  # [draws, rates, 2]
+    rates = {}
+    for r, (name, sums) in enumerate(zip(units[0], amounts.sum(0).tolist())):
+        above, below = drawn[drawn[:, r, 1] != 0, r].T
+        known = len(below) and len(place) > 1
+        ends = np.percentile(above / below, (2.5, 97.5)).tolist() if known else None
+        rates[name] = Rate(*sums, ends and tuple(ends))
+    return rates
+
+
+def grid(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of cells as plain text, every column as wide as its widest cell."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def listing(rates: dict[str, Rate]) -> str:
+    return grid((name, str(rate)) for name, rate in rates.items())
 
 
 # One trajectory
@@ -52,12 +127,14 @@ class Finding:
     """What one trajectory adds to the counts; enough to count again in another way."""
 
     search: bool  # False: a question that needs no visual search
-    correct: bool
+    correct: bool | None  # None: no verdict on an open answer
     scores: tuple[float | None, ...]  # one for each step that showed a picture; None: no verdict
     calls: int  # <code> steps that were run
     failed: int  # those that failed by the policy's own fault
     areas: tuple[float, ...]  # of each crop shown, as a share of the image
-    recalls: tuple[float, ...]  # of each target, in the crop that shows most of it; () if no target
+    recalls: tuple[float, ...]  # of each target, by the union of all crops; () if no target
+    focuses: tuple[float, ...] = ()  # |target| / |crop| of each crop that shows half a target
+    cluster: str = ""  # what the bootstrap draws as one: the question
 
     @property
     def hits(self) -> tuple[float, ...]:
@@ -68,7 +145,7 @@ class Finding:
         return None not in self.scores
 
 
-def finding(trajectory: Trajectory, reward: Reward) -> Finding:
+def finding(trajectory: Trajectory, reward: Reward, cluster: str | None = None) -> Finding:
     """A step with a red line scores -1 and is no hit, even if the evidence was in its picture."""
     sample, steps = trajectory.sample, trajectory.tool_steps
     if len(reward.steps) != len(steps):
@@ -80,15 +157,39 @@ def finding(trajectory: Trajectory, reward: Reward) -> Finding:
     whole = area((0, 0, *sample.image.size))
     crops = [box for observation in seen for box in observation.boxes if box]
     proper = [box for box in crops if area(box) <= BoxJudge.max_area * whole]
+    focuses = [[area(t) / area(c) for t in sample.boxes if recall(c, t) >= 0.5] for c in proper]
     return Finding(
         search=sample.kind == "search",
-        correct=reward.answer > 0,
+        correct=None if reward.answer is None else reward.answer > 0,
         scores=tuple(score for o, score in zip(seen, reward.steps) if o.images),
         calls=len(steps),
-        failed=sum(not (ran_well(o) or o.environment) for o in seen),
+        failed=sum(map(failed, seen)),
         areas=tuple(area(box) / whole for box in crops),
-        recalls=tuple(max((recall(c, t) for c in proper), default=0.0) for t in sample.boxes),
+        recalls=tuple(covered(target, proper) for target in sample.boxes),
+        focuses=tuple(max(values) for values in focuses if values),
+        cluster=question_of(sample) if cluster is None else cluster,
     )
+
+
+def question_of(sample: Sample) -> str:
+    """What the bootstrap draws as one: all plays of a question; in HR-Bench, whose source names a
+    cycle (data set/part/cycle), also the four rows that turn its options."""
+    same = f"{sample.question} {sorted(sample.options)}"
+    return same if re.fullmatch("[^/]*/[^/]*/[^/]+", sample.source) else sample.id
+
+
+def failed(seen: Observation) -> bool:
+    """By the policy's own fault."""
+    return not (ran_well(seen) or seen.environment)
+
+
+def covered(target: Box, crops: Iterable[Box]) -> float:
+    """|target ∩ (the union of the crops)| / |target|, pixel by pixel."""
+    x0, y0, x1, y1 = target
+    seen = np.zeros((y1 - y0, x1 - x0), bool)
+    for u0, v0, u1, v1 in crops:
+        seen[max(v0 - y0, 0) : max(v1 - y0, 0), max(u0 - x0, 0) : max(u1 - x0, 0)] = True
+    return float(seen.mean())
 
 
 # All of them
@@ -109,75 +210,69 @@ def faithful(finding: Finding, aggregate: str = "any") -> float:
     return AGGREGATES[aggregate](finding.hits) if finding.hits else 0.0
 
 
-def count(findings: Iterable[Finding], aggregate: str = "any") -> dict[str, Rate]:
-    """Every rate with its numerator and denominator.
+def parts(f: Finding, aggregate: str = "any") -> Parts:
+    """A trajectory without a verdict on its steps leaves the rates of faithfulness, one without a
+    verdict on its answer those of correctness; no other."""
+    judged, looked, boxed = f.search and f.has_verdict, bool(f.scores), f.search and bool(f.recalls)
+    graded, right, good = f.correct is not None, judged and bool(f.correct), faithful(f, aggregate)
+    bad = looked - good
 
-    A trajectory in which the judge had no verdict leaves the rates of faithfulness, not the rest.
-    """
-    findings = list(findings)
-    search = [f for f in findings if f.search]
-    direct = [f for f in findings if not f.search]
-    judged = [f for f in search if f.has_verdict]
-    right = [f for f in judged if f.correct]
-    with_boxes = [f for f in search if f.recalls]
-    areas = [share for f in search for share in f.areas]
+    def one(value: float, among: bool = True) -> tuple[float, float]:
+        return (float(value), 1.0) if among else (0.0, 0.0)
 
-    def looked_right(among: list[Finding]) -> float:
-        return sum(faithful(f, aggregate) for f in among)
-
-    def looked_wrong(among: list[Finding]) -> float:
-        return sum(1 - faithful(f, aggregate) for f in among if f.scores)
-
-    def did_not_look(among: list[Finding]) -> int:
-        return sum(not f.scores for f in among)
-
-    def box_hits(of: Callable, least: float) -> Rate:
-        return Rate(sum(of(f.recalls) >= least for f in with_boxes), len(with_boxes))
+    def each(values: Sequence[float], among: bool = True) -> tuple[float, float]:
+        return (sum(values), len(values)) if among else (0.0, 0.0)
 
     return {
-        "accuracy": Rate(sum(f.correct for f in findings), len(findings)),
-        "search_accuracy": Rate(sum(f.correct for f in search), len(search)),
-        "direct_accuracy": Rate(sum(f.correct for f in direct), len(direct)),
-        "tool_use": Rate(sum(f.calls > 0 for f in search), len(search)),
+        "accuracy": one(f.correct, graded), "search_accuracy": one(f.correct, graded and f.search),
+        "direct_accuracy": one(f.correct, graded and not f.search),
+        "tool_use": one(f.calls > 0, f.search),
         # Unconditional: these three partition the search questions.
-        "faithful": Rate(looked_right(judged), len(judged)),
-        "unfaithful": Rate(looked_wrong(judged), len(judged)),
-        "no_tool": Rate(did_not_look(judged), len(judged)),
+        "faithful": one(good, judged), "unfaithful": one(bad, judged),
+        "no_tool": one(not looked, judged),
         # Table 5: right, and for the right reason, over all questions.
-        "faithful_and_correct": Rate(looked_right(right), len(judged)),
+        "faithful_and_correct": one(good * right, judged and graded),
         # Fig. 2: among right answers; and among those that came with a picture.
-        "faithful_given_correct": Rate(looked_right(right), len(right)),
-        "unfaithful_given_correct": Rate(looked_wrong(right), len(right)),
-        "no_tool_given_correct": Rate(did_not_look(right), len(right)),
-        "faithful_given_correct_and_shown": Rate(
-            looked_right(right), len(right) - did_not_look(right)
-        ),
-        # "57 % of tool calls" may mean this one.
-        "faithful_per_call": Rate(
-            sum(sum(f.hits) for f in judged), sum(len(f.hits) for f in judged)
-        ),
-        "accuracy_given_faithful": Rate(looked_right(right), looked_right(judged)),
-        # Against labelled boxes, whatever a judge says: any target seen, or each in some crop.
-        "box_any_50": box_hits(max, 0.5),
-        "box_all_50": box_hits(min, 0.5),
-        "box_any_80": box_hits(max, 0.8),
-        "box_all_80": box_hits(min, 0.8),
-        "crop_area": Rate(sum(areas), len(areas)),
-        "calls": Rate(sum(f.calls for f in findings), len(findings)),
-        "error_rate": Rate(sum(f.failed > 0 for f in findings), len(findings)),
-        "no_verdict": Rate(len(search) - len(judged), len(search)),
-    }
+        "faithful_given_correct": one(good, right), "unfaithful_given_correct": one(bad, right),
+        "no_tool_given_correct": one(not looked, right),
+        "faithful_given_correct_and_shown": one(good, right and looked),
+        "faithful_per_call": each(f.hits, judged),  # "57 % of tool calls" may mean this one
+        "accuracy_given_faithful": (good * right, good * (judged and graded)),
+        # Against labelled boxes, whatever a judge says: any target seen, or each of them.
+        **{f"box_{some}_{percent}": one(boxed and of(f.recalls) >= percent / 100, boxed)
+           for percent in (50, 80) for some, of in (("any", max), ("all", min))},
+        "focus": each(f.focuses, boxed), "crop_area": each(f.areas, f.search),
+        "calls": one(f.calls), "error_rate": one(f.failed > 0),
+        "no_verdict": one(not f.has_verdict, f.search),
+    }  # fmt: skip
+
+
+NOTHING = dict.fromkeys(parts(Finding(False, False, (), 0, 0, (), ())), (0.0, 0.0))
+
+
+def count(
+    findings: Iterable[Finding], aggregate: str = "any", draws: int = 0, seed: int = 0
+) -> dict[str, Rate]:
+    """Every rate with its numerator and denominator, and, if draws > 0, its interval."""
+    pairs = [(parts(f, aggregate), f.cluster) for f in findings]
+    return add_up(pairs or [(NOTHING, "")], draws, seed)
 
 
 def cross_table(findings: Iterable[Finding], aggregate: str = "any") -> dict[str, dict[str, float]]:
-    """correct x faithful, among search questions with a verdict. No tool is not faithful."""
+    """correct x faithful, among search questions with both verdicts. No tool is not faithful."""
     table = {answer: {"faithful": 0.0, "not": 0.0} for answer in ("correct", "wrong")}
     for f in findings:
-        if f.search and f.has_verdict:
+        if f.search and f.has_verdict and f.correct is not None:
             row = table["correct" if f.correct else "wrong"]
             row["faithful"] += faithful(f, aggregate)
             row["not"] += 1 - faithful(f, aggregate)
     return table
+
+
+def cross_listing(findings: Iterable[Finding], aggregate: str = "any") -> str:
+    table = cross_table(findings, aggregate)
+    rows = [(answer, *map("{:g}".format, row.values())) for answer, row in table.items()]
+    return grid([("", *table["correct"]), *rows])
 
 
 def rates(
@@ -187,6 +282,447 @@ def rates(
     findings = [finding(t, r) for t, r in zip(trajectories, rewards, strict=True)]
     counts = count(findings, aggregate)
     return {"n": len(findings), **{name: rate.value for name, rate in counts.items()}}
+
+
+def agreement(
+    trajectories: Sequence[Trajectory], first: Sequence[Reward], second: Sequence[Reward]
+) -> tuple[Counter, Rate, float | None]:
+    """Two judges on the same calls. Is it a hit (a score of 1)? A table of (first, second), or of
+    None where one of them had no verdict; how often they agree; Cohen's kappa, None if chance alone
+    would always agree. Calls that showed no picture, or crossed a red line, were not judged."""
+    table: Counter[tuple[bool, bool] | None] = Counter()
+    for t, one, two in zip(trajectories, first, second, strict=True):
+        for step, *pair in zip(t.tool_steps, one.steps, two.steps, strict=True):
+            if step.observation.images and -1.0 not in pair:
+                table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
+    n, both = table.total() - table[None], table[True, True]
+    a, b, agree = both + table[True, False], both + table[False, True], both + table[False, False]
+    chance = (a * b + (n - a) * (n - b)) / n**2 if n else 1.0
+    return table, Rate(agree, n), None if chance == 1 else (agree / n - chance) / (1 - chance)
+
+
+# How tools were used (Appendix 12)
+
+KINDS = {  # by the text of a program; a box that the sandbox found proves a crop
+    "crop": r"\.crop\(|\[[^]\n]*:[^]\n]*,[^]\n]*:",
+    "rotate": r"rotate|transpose|flip|ROTATE_",
+    "contrast": r"ImageEnhance|contrast|equalize|CLAHE|\.point\(|convertScaleAbs|cvtColor|[Ss]harp",
+    "draw": r"ImageDraw|\.(?:rectangle|circle|line|polygon|putText|ellipse|plot|scatter|bar)\(",
+}
+AREAS = (0, 0.01, 0.05, 0.25, 0.5, 0.9, 1)  # of the image: ends of the bins
+CLAIM = re.compile(  # of a look that was taken, or is about to be
+    r"\b(?:cropp(?:ed|ing)|zoom(?:ed|ing) in|(?:the|this|my) (?:crop|close-up|zoom\w*))\b"
+    r"|\bi(?:'ll| will)? (?:now )?(?:crop|zoom)\b|\.crop\(", re.IGNORECASE)  # fmt: skip
+
+
+def kinds_of(step: Step) -> set[str]:
+    found = {kind for kind, pattern in KINDS.items() if re.search(pattern, step.code)}
+    found |= {"crop"} if any(step.observation.boxes) else set()
+    return found or {"other" if step.observation.images else "compute"}
+
+
+def use_of(t: Trajectory) -> Parts:
+    steps, whole = t.tool_steps, area((0, 0, *t.sample.image.size))
+    seen, n, kinds = [step.observation for step in steps], len(steps), [*map(kinds_of, steps)]
+    sources = [source for o in seen for source in o.sources]
+    areas = [area(box) / whole for o in seen for box in o.boxes if box]
+    bad = [*map(failed, seen)]
+    words = " ".join(re.sub(r"(?s)<code>.*?</code>", "", step.text) for step in t.steps)
+    return {
+        **{f"{k} calls": (n == k, 1) for k in range(5)},
+        "5 or more calls": (n > 4, 1),
+        **{f"{k} (of calls)": (sum(k in kind for kind in kinds), n)
+           for k in (*KINDS, "compute", "other")},
+        **{f"crops of {low:.0%} to {high:.0%}": (sum(low < a <= high for a in areas), len(areas))
+           for low, high in zip(AREAS, AREAS[1:])},
+        "failed calls": (sum(bad), n),
+        "failed calls after which one ran": (sum(a > b for a, b in zip(bad, bad[1:])), sum(bad)),
+        "repaired calls": (sum(bool(o.notes) for o in seen), n),
+        # The sandbox itself found the picture in the image. And: a look was claimed, in words or
+        # in code that never ran, while no tool showed anything.
+        "verified crops (of pictures)": (sources.count("crop"), len(sources)),
+        "decorative crops": (bool(CLAIM.search(words)) and not sources, 1),
+    }  # fmt: skip
+
+
+def tool_use(trajectories: Iterable[Trajectory], draws: int = DRAWS) -> dict[str, Rate]:
+    return add_up(((use_of(t), question_of(t.sample)) for t in trajectories), draws)
+
+
+# Lies (Table 6)
+
+PERTURBATIONS = ("identity", "mask", "noise", "random", "empty")
+
+
+def lie(name: str, seen: Observation, image: Image.Image, rng: Random) -> Observation:
+    """What is told instead of `seen`, which showed parts of `image`. The boxes stay: they say what
+    the code asked for. empty: no tool output at all, neither pictures nor text. A lie that cannot
+    be told is a failure of ours, an `environment`, and the trajectory will leave the study."""
+    if name == "empty":
+        return replace(seen, text="", images=[], error=None, notes=[])
+    shown = [other(name, p, box, image, rng) for p, box in zip(seen.images, seen.boxes)]
+    if any(picture is None for picture in shown):
+        return replace(seen, images=[], environment="there is no other crop of this size")
+    return replace(seen, images=shown)
+
+
+def other(
+    name: str, picture: Image.Image, box: Box | None, image: Image.Image, rng: Random
+) -> Image.Image | None:
+    """What is shown instead of a picture, in its size; None: there is no such thing."""
+    if name == "identity":  # encoded once more, as a good JPEG: the noise floor
+        picture.convert("RGB").save(buffer := io.BytesIO(), "JPEG", quality=95, subsampling=0)
+        return Image.open(buffer).convert("RGB")
+    if name == "mask":  # grey all over; black, if it was grey all over
+        grey = Image.new("RGB", picture.size, (128, 128, 128))
+        return Image.new("RGB", picture.size) if grey == picture else grey
+    if name == "noise":  # Gaussian, and nothing else
+        dice, shape = np.random.default_rng(rng.getrandbits(32)), (*picture.size[::-1], 3)
+        return Image.fromarray(dice.normal(128, 64, shape).clip(0, 255).astype(np.uint8))
+    place = box and place_beside(box, image.size, rng)  # random: another part, at the same scale
+    return place and image.crop(place).resize(picture.size)
+
+
+def place_beside(box: Box, size: tuple[int, int], rng: Random) -> Box | None:
+    """A box as large as this one, uniformly drawn among all that do not overlap it."""
+    (x0, y0, x1, y1), (w, h) = box, (box[2] - box[0], box[3] - box[1])
+    right, bottom = size[0] - w, size[1] - h  # the last places of an upper left corner
+    middle = max(0, x0 - w + 1), min(x1 - 1, right)
+    strips = [(0, x0 - w, 0, bottom), (x1, right, 0, bottom),
+              (*middle, 0, y0 - h), (*middle, y1, bottom)]  # fmt: skip
+    sizes = [max(0, b - a + 1) * max(0, d - c + 1) for a, b, c, d in strips]
+    if not sum(sizes):
+        return None
+    a, b, c, d = rng.choices(strips, sizes)[0]
+    x, y = rng.randint(a, b), rng.randint(c, d)
+    return x, y, x + w, y + h
+
+
+def up_to(policy: Policy, t: Trajectory, i: int) -> Trajectory:
+    """A copy that ends with the i-th action, before anything of its outcome is told."""
+    seen, end = [p for step in t.steps[:i] for p in step.observation.images], t.steps[i].end
+    pictures = t.images[: t.prompt_images + len(seen)]
+    pictures = pictures or policy.pictures([t.sample.image, *seen])  # it was read from a file
+    steps = [*t.steps[:i], replace(t.steps[i], observation=None)]
+    return replace(t, ids=t.ids[:end], acted=t.acted[:end], images=pictures, steps=steps,
+                   answer=None, ended="")  # fmt: skip
+
+
+def retell(
+    policy: Policy, cases: list[tuple[Trajectory, int]], name: str, rules: Rules, seed: int
+) -> list[Trajectory]:
+    """Each trajectory played on from its i-th action, with a lie for all that tools show since."""
+    copies, live, weak = [up_to(policy, *case) for case in cases], {}, rules.allow_weak_sandbox
+
+    def restore(sandbox: Sandbox, copy: Trajectory) -> None:  # later code may need its variables
+        for step in copy.steps:
+            sandbox.run(step.code)
+
+    def liar(sandbox: Sandbox, image: Image.Image, rng: Random) -> SimpleNamespace:
+        tell = lambda code: lie(name, sandbox.run(code), image, rng)  # noqa: E731
+        return SimpleNamespace(run=tell, close=sandbox.close)
+
+    with ExitStack() as stack, ThreadPoolExecutor(rules.sandboxes) as pool:
+        boxes = [Sandbox(t.sample.image, rules.limits, weak) for t in copies]
+        for sandbox in boxes:
+            stack.callback(sandbox.close)
+        list(pool.map(restore, boxes, copies))
+        for copy, sandbox, (t, i) in zip(copies, boxes, cases):
+            image, rng = t.sample.image, Random(f"{seed} {name} {t.sample.id}")
+            told = lie(name, t.steps[i].observation, image, rng)
+            if listen(policy, copy, told, policy.pictures(told.images), rules):
+                live[id(copy)] = liar(sandbox, image, rng)
+        if live:
+            play_on(policy, [copy for copy in copies if id(copy) in live], live, rules)
+    return copies
+
+
+def thoughts(steps: Sequence[Step]) -> list[str]:
+    """The words of some turns, without code, answer, tags, case and white space."""
+    hidden = r"(?s)<code>.*?(?:</code>|$)|<answer>.*?(?:</answer>|$)|</?think>"
+    return " ".join(re.sub(hidden, " ", step.text) for step in steps).casefold().split()
+
+
+def actions(steps: Sequence[Step]) -> Counter:
+    """The boxes that code looked at, or the code itself if it is no crop: a multiset."""
+    seen = ((step.observation.boxes, step.code.split()) for step in steps if step.observation)
+    return Counter(str(boxes if any(boxes) else words) for boxes, words in seen)
+
+
+Right = Callable[[Trajectory], "bool | None"]  # None: no verdict
+
+
+def is_right(t: Trajectory) -> bool:
+    return t.ended == "answered" and is_correct(t.answer, t.sample)
+
+
+def perturb(
+    policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
+    names: Sequence[str] = PERTURBATIONS, seed: int = 0,
+    right: Right = is_right, draws: int = DRAWS,
+) -> dict[str, dict[str, dict[str, Rate]]]:  # fmt: skip
+    """Table 6: the search questions on which a tool showed a picture, played again greedily from
+    the first picture on, under each lie. {source of the questions: {lie: {measure: Rate}}}.
+
+    How many change their later thoughts, actions and answer, and what becomes of accuracy, which is
+    the test: noise changes much without having been used. Where the crop was a hit and cannot be
+    guessed around, accuracy should fall; after a miss there is little to lose.
+
+    trajectories: greedy ones, under the same rules. One of which a lie cannot be told (no box, or
+    no room beside it) leaves that lie, and its clean accuracy too: see `possible`.
+    """
+    if unknown := set(names) - set(PERTURBATIONS):
+        known = ", ".join(PERTURBATIONS)
+        raise ValueError(f"expected perturbations out of {known}; got {', '.join(sorted(unknown))}")
+    if rules.temperature:
+        raise ValueError(f"perturbed plays are greedy, got temperature {rules.temperature:g}")
+    cases, units = [], defaultdict(lambda: defaultdict(list))
+    for k, (t, reward) in enumerate(zip(trajectories, rewards, strict=True)):
+        shown = [i for i, s in enumerate(t.steps) if s.observation and s.observation.images]
+        if shown and t.sample.kind == "search":
+            cases.append((k, shown[0], finding(t, reward)))
+    for wave in waves(policy, cases, rules):
+        played = [(trajectories[k], i) for k, i, _ in wave]  # read now: images may be large
+        for name in names:
+            lied_to = retell(policy, played, name, rules, seed)
+            for (t, i), copy, (_, _, found) in zip(played, lied_to, wave):
+                unit = (changes(t, copy, i, found, right(copy)), found.cluster)
+                for source in ("all", "/".join(t.sample.source.split("/")[:2])):
+                    units[source][name].append(unit)
+    if len(units) == 2:
+        del units["all"]
+    return {source: {name: add_up(pairs, draws, seed) for name, pairs in lies.items()}
+            for source, lies in units.items()}  # fmt: skip
+
+
+def waves(policy: Policy, cases: Sequence, rules: Rules) -> Iterator[Sequence]:
+    size = max(1, min(64, rows_that_fit(policy, rules)))
+    return (cases[k : k + size] for k in range(0, len(cases), size))
+
+
+def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool | None) -> Parts:
+    before, after = t.steps[i + 1 :], copy.steps[i + 1 :]
+    possible = not any(s.observation and s.observation.environment for s in copy.steps[i:])
+    hit, miss = (found.has_verdict and faithful(found) == x for x in (1, 0))
+    graded = None not in (right, found.correct)
+    words = [(answer or "").casefold().split() for answer in (t.answer, copy.answer)]
+
+    def of(value: bool, among: bool = True) -> tuple[float, float]:
+        return (float(value), 1.0) if possible and among else (0.0, 0.0)
+
+    return {
+        "possible": (float(possible), 1.0),
+        "thoughts": of(thoughts(before) != thoughts(after)),
+        "actions": of(actions(before) != actions(after)),
+        "answers": of(words[0] != words[1]),
+        "accuracy": of(right, graded), "clean": of(found.correct, graded),
+        "accuracy_hit": of(right, graded and hit), "clean_hit": of(found.correct, graded and hit),
+        "accuracy_miss": of(right, graded and miss),
+        "clean_miss": of(found.correct, graded and miss),
+    }  # fmt: skip
+
+
+def study_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
+    """Table 6 as plain text, in %. possible: of how many trajectories the lie could be told."""
+    if not study:
+        return "no tool showed a picture on any search question: there is nothing to perturb"
+
+    def cell(name: str, rate: Rate) -> str:
+        ends = rate.interval if name == "accuracy" else None
+        shares = [f"{100 * x:.1f}" for x in (rate.value, *(ends or ())) if x is not None]
+        return "{} [{}, {}]".format(*shares) if ends else "".join(shares) or "-"
+
+    rows = [("", "possible", "thoughts", "actions", "answers", "accuracy", "clean",
+             "after a hit", "clean", "after a miss", "clean")]  # fmt: skip
+    for source, lies in study.items():
+        rows.append((source, *[""] * 10))
+        for name, measures in lies.items():
+            (_, n), *others = measures.items()
+            rows.append((f"  {name}", f"{n.numerator:g}/{n.denominator:g}",
+                         *(cell(*other) for other in others)))  # fmt: skip
+    return grid(rows)
+
+
+# Needed, and used (ours)
+
+
+def answer_now(policy: Policy, t: Trajectory, i: int) -> Trajectory:
+    """A copy that keeps the thought of its i-th turn, and must answer where the code began."""
+    copy, words = up_to(policy, t, i), t.steps[i].text.split("<code>")[0]
+    words += "</think>" * (words.count("<think>") - words.count("</think>")) + "<answer>"
+    del copy.ids[t.steps[i].start :], copy.acted[t.steps[i].start :], copy.steps[i:]
+    copy.observe(policy.encode(words, []))
+    return copy
+
+
+def without_tools(
+    policy: Policy, trajectories: Sequence[Trajectory], rules: Rules
+) -> Iterator[Trajectory]:
+    """The same policy and the same first thought, but where its first code would begin it has to
+    answer. Trajectories without code come back as they are."""
+    refusing = SimpleNamespace(run=lambda code: Observation(error="no tools"), close=lambda: None)
+    once = replace(rules, turns=1, temperature=0.0)
+    for wave in waves(policy, range(len(trajectories)), rules):
+        played = [trajectories[k] for k in wave]
+        direct = [answer_now(policy, t, 0) if t.tool_steps else t for t in played]
+        cut = [d for d, t in zip(direct, played) if d is not t]
+        if cut:
+            play_on(policy, cut, {id(t): refusing for t in cut}, once)
+        for t in cut:
+            answer, closed, _ = t.steps[-1].text.partition("</answer>")
+            t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")
+        yield from direct
+
+
+def ablation(
+    trajectories: Iterable[Trajectory], direct: Iterable[Trajectory],
+    right: Right = is_right, draws: int = DRAWS,
+) -> dict[str, Rate]:  # fmt: skip
+    """Is the tool worth it? Search questions with tools and without (`direct`, from without_tools),
+    what only one way solves."""
+    units = []
+    for t, d in zip(trajectories, direct, strict=True):
+        if t.sample.kind == "search":
+            a, b = right(t), right(d)
+            if None not in (a, b):
+                units.append(({"with tools": (a, 1), "without tools": (b, 1),
+                               "solved only with": (a > b, 1), "solved only without": (a < b, 1)},
+                              question_of(t.sample)))  # fmt: skip
+    return add_up(units, draws)
+
+
+@torch.no_grad()
+def evidence(
+    policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
+    crops: int = 4, margin: float = 0.1, seed: int = 0, draws: int = DRAWS,
+) -> dict[str, Rate]:  # fmt: skip
+    """What the calls on search questions were worth, in nats of log pi(reference answer):
+
+    evidence value   after what the tool showed, less the mean after random crops of the same size
+    decision value   after what the tool showed, less where the call began: had it answered there
+
+    A call is used if the first exceeds `margin`, needed if the second does. The history is fixed,
+    and the answer follows at once: a further thought might give away what the crop showed. Calls
+    without a box for each picture, or without room for another, are not measured.
+    """
+    units = []
+    for t, reward in zip(trajectories, rewards, strict=True):
+        rng = Random(f"{seed} {t.sample.id}")
+        calls = [i for i, step in enumerate(t.steps) if step.observation]
+        for i, score in zip(calls, reward.steps, strict=True):
+            if t.sample.kind != "search":
+                continue
+            seen, gain, decision = t.steps[i].observation, 0.0, 0.0
+            others = [lie("random", seen, t.sample.image, rng) for _ in range(crops)]
+            measured = bool(seen.images) and not any(o.environment for o in (seen, *others))
+            if measured:
+                real, *rest, direct = answer_log_probs(policy, t, i, [seen, *others], rules)
+                gain, decision = real - fmean(rest), real - direct
+            hit = measured and (score or 0) >= 1
+            miss = measured and score is not None and not hit
+            used, needed = gain > margin, decision > margin
+            units.append(({
+                "measured": (measured, 1),
+                "evidence value": (gain, measured), "decision value": (decision, measured),
+                "evidence value of a hit": (gain * hit, hit),
+                "evidence value of a miss": (gain * miss, miss),
+                "used": (used, measured), "needed": (needed, measured),
+                "needed and used": (used and needed, measured),
+            }, question_of(t.sample)))  # fmt: skip
+    return add_up(units, draws, seed)
+
+
+def answer_log_probs(
+    policy: Policy, t: Trajectory, i: int, shown: list[Observation], rules: Rules
+) -> list[float]:
+    """log pi(reference answer) after the i-th action and each of `shown`, then without the call.
+    One history, several futures: a row of grpo.py, scored as stage 2 learns."""
+    base, branches = up_to(policy, t, i), []
+    for seen in shown:
+        branch = begin(t.sample, Encoded(base.ids[:], base.images[:]))
+        closed, pictures = base.ids[-1] == policy.end_id, policy.pictures(seen.images)
+        branch.observe(policy.encode_observation(seen, pictures, closed, rules.max_log_chars))
+        branch.observe(policy.encode("<answer>", []))
+        branches.append(branch)
+    branches.append(answer_now(policy, t, i))
+    for branch in branches:
+        branch.act(policy.encode(policy.neutralise(t.sample.answer) + "</answer>", []).ids)
+    *after, direct = enumerate(branches)
+    scores = torch.zeros(len(branches))
+    for row in (*group_rows(policy, after, Objective.row_tokens), group_row(policy, [direct])):
+        logp, owner = log_probs(policy, [row])
+        scores.index_add_(0, owner.cpu(), logp.float().cpu())
+    return scores.tolist()
+
+
+# Trajectories of other agents
+
+FIELDS = {"question": str, "image": str, "answer": (str, type(None)), "correct": bool,
+          "steps": list, "targets": list, "kind": str, "text": str, "id": str}  # fmt: skip
+STEP = {"box": list, "image": str, "text": str, "code": str, "error": (str, type(None)),
+        "score": (int, float, type(None))}  # fmt: skip
+HALF = BoxJudge(visible=0.5, focus=(0.0, 0.0))  # half of a target in view, however large the crop
+
+
+def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
+    """One after the other: pictures may be large. The head of this file has the schema."""
+    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        try:
+            if text.strip():
+                yield from_line(json.loads(text), path.parent, judge, f"line {number}")
+        except (ValueError, ArithmeticError, OSError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a trajectory as described at the head of "
+                f"faithfulness.py, but {error}"
+            ) from error
+
+
+def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajectory, Reward]:
+    check(line, FIELDS, [*FIELDS][:5], "the line")
+    image, kind = upright_rgb(Image.open(folder / line["image"])), line.get("kind", "search")
+    boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
+    sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
+    steps, scores = [], []
+    for number, step in enumerate(line["steps"], start=1):
+        check(step, STEP, [], f"step {number}")
+        error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
+        seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
+        if box or "image" in step:
+            picture = Image.open(folder / step["image"]) if "image" in step else image.crop(box)
+            seen = replace(seen, images=[upright_rgb(picture)], boxes=[box], sources=["reported"])
+        if "score" not in step:  # (a BoxJudge sees no pictures)
+            blind = seen.boxes == [None] and isinstance(judge, BoxJudge)
+            step["score"] = None if blind else step_score(sample, seen, judge)
+        elif not 0 <= (step["score"] or 0) <= 1:
+            raise ValueError(f"step {number} has score {step['score']}: expected one from 0 to 1")
+        scores.append(step["score"])
+        steps.append(Step(step.get("text", ""), step.get("code", ""), seen, 0, 0))
+    steps.append(Step(line.get("text", ""), None, None, 0, 0))
+    trajectory = Trajectory(sample, steps=steps, answer=line["answer"], ended="answered")
+    return trajectory, Reward(float(line["correct"]), None, 0.0, tuple(scores), None)
+
+
+def check(found: object, types: dict, must: list[str], what: str) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is {found!r:.60}, no object")
+    missing = [key for key in must if key not in found]
+    strange = [key for key in found if key not in types]
+    if missing or strange:
+        raise ValueError(f"{what} lacks {missing} and has {strange}; known are {', '.join(types)}")
+    for key, value in found.items():
+        if not isinstance(value, types[key]):
+            raise ValueError(f"{what} has {key} {value!r:.60}, which is of another type")
+
+
+def box_in(image: Image.Image, box: object) -> Box:
+    """Rounded outwards and cut at the border of the image."""
+    if not isinstance(box, list) or [isinstance(v, (int, float)) for v in box] != [True] * 4:
+        raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
+    (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])
+    cut = max(x0, 0), max(y0, 0), min(x1, image.width), min(y1, image.height)
+    if cut[0] >= cut[2] or cut[1] >= cut[3]:
+        raise ValueError(f"box {box} has no pixel of an image of {image.width}x{image.height}")
+    return cut
 
 
 def demo() -> str:
@@ -206,15 +742,45 @@ def demo() -> str:
         "no search needed": hand_made(direct, answer="red"),
     }
     rewards = tapo(list(cases.values()), BoxJudge(), Weights(), Random(0))
-    findings = [finding(t, r) for t, r in zip(cases.values(), rewards)]
+    findings = [finding(t, r, name) for (name, t), r in zip(cases.items(), rewards)]
     lines = [
         f"{name:34}{'correct' if f.correct else 'wrong':9}step scores {list(r.steps)}"
         for name, f, r in zip(cases, findings, rewards)
     ]
-    lines += ["", *(f"{name:34}{rate}" for name, rate in count(findings).items()), ""]
-    lines += [f"{answer:34}{row}" for answer, row in cross_table(findings).items()]
-    return "\n".join(lines)
+    return "\n".join(
+        [*lines, "", listing(count(findings, draws=DRAWS)), "", cross_listing(findings)]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Rates of recorded trajectories; without a file, of a few hand-made ones."
+    )
+    flag = parser.add_argument
+    flag("file", nargs="?", type=Path, help="trajectories.jsonl, or any agent's")
+    flag("--aggregate", choices=AGGREGATES, default="any", help="of several pictures")
+    flag("--judge-url", help="of an OpenAI-compatible server that looks at unscored pictures")
+    flag("--judge-model", default="", help="its name there")
+    args = parser.parse_args()
+    if args.file is None:
+        return print(demo())
+    try:
+        url, model = args.judge_url, args.judge_model
+        pairs = read_foreign(args.file, ChatJudge(url, model, "evaluation") if url else HALF)
+        with open(args.file, encoding="utf-8") as file:
+            if '"sample": {' in file.readline():  # of our own making
+                from evaluate import read_trajectories  # not above: it imports us
+
+                pairs = zip(*read_trajectories(args.file))
+        units = [(finding(*pair), use_of(pair[0])) for pair in pairs]
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if not units:
+        parser.error(f"{args.file} is empty: expected at least one trajectory")
+    findings, used = [f for f, _ in units], add_up(((use, f.cluster) for f, use in units), DRAWS)
+    table = cross_listing(findings, args.aggregate)
+    print(listing(count(findings, args.aggregate, DRAWS)), table, listing(used), sep="\n\n")
 
 
 if __name__ == "__main__":
-    print(demo())
+    main()

@@ -460,6 +460,21 @@ def play(
     return groups
 
 
+@torch.no_grad()
+def play_on(
+    policy: Policy, trajectories: list[Trajectory], sandboxes: dict[int, Sandbox], rules: Rules,
+    tally: Counter | None = None,
+) -> None:  # fmt: skip
+    """Eq. 2 from the middle: it is the policy's turn in every trajectory, and each goes on until
+    its episode is over. `sandboxes` has one for each id(trajectory), in the state its code left;
+    all must fit the KV cache at once (rows_that_fit)."""
+    tally = Counter() if tally is None else tally
+    histories = [Encoded(t.ids, t.images) for t in trajectories]
+    table = Table(*_prefill(policy, histories, tally), list(trajectories))
+    with ThreadPoolExecutor(rules.sandboxes) as pool:
+        _play_wave(policy, table, dict(sandboxes), rules, pool, tally)
+
+
 def _play_wave(
     policy: Policy, table: Table, sandboxes: dict[int, Sandbox], rules: Rules,
     pool: ThreadPoolExecutor, tally: Counter,
@@ -515,21 +530,11 @@ def _deal(
     policy: Policy, samples: list[Sample], rollouts: int, seed: int, rules: Rules, tally: Counter
 ) -> tuple[Table, list[list[Trajectory]]]:
     """The table before the first turn: every prompt and every image is encoded once, then the
-    cache is copied K times. The prompt's last token stays unread: generate starts from it."""
+    cache is copied K times."""
     prompts = [policy.encode_prompt(sample) for sample in samples]
     for sample, prompt in zip(samples, prompts):
         check_fits(policy, sample, prompt, rules)
-    ids, mask = left_pad([p.ids for p in prompts], policy.pad_id, policy.device)
-    pictures = [picture for p in prompts for picture in p.pictures]
-    cache = DynamicCache(config=policy.model.config)
-    with stopwatch(tally, "prefill"):
-        policy.model.eval()(
-            input_ids=ids[:, :-1], attention_mask=mask[:, :-1], cache=cache, use_cache=True,
-            position_ids=policy.positions(ids, mask, [p.grid for p in pictures])[..., :-1],
-            logits_to_keep=1, **policy.model_images(pictures),
-        )  # fmt: skip
-    tally["prefilled_tokens"] += sum(len(p.ids) for p in prompts)
-    tally["images"] += len(pictures)
+    ids, mask, cache = _prefill(policy, prompts, tally)
     cache.batch_repeat_interleave(rollouts)
     groups = [
         [begin(s, p, f"dice {seed} {s.id} {k}") for k in range(rollouts)]
@@ -538,6 +543,24 @@ def _deal(
     live = [trajectory for group in groups for trajectory in group]
     ids, mask = (x.repeat_interleave(rollouts, 0) for x in (ids, mask))
     return Table(ids, mask, cache, live), groups
+
+
+def _prefill(
+    policy: Policy, pieces: list[Encoded], tally: Counter
+) -> tuple[Tensor, Tensor, DynamicCache]:
+    """(ids, mask, cache) of some histories. The last token stays unread: generate starts there."""
+    ids, mask = left_pad([p.ids for p in pieces], policy.pad_id, policy.device)
+    pictures = [picture for p in pieces for picture in p.pictures]
+    cache = DynamicCache(config=policy.model.config)
+    with stopwatch(tally, "prefill"):
+        policy.model.eval()(
+            input_ids=ids[:, :-1], attention_mask=mask[:, :-1], cache=cache, use_cache=True,
+            position_ids=policy.positions(ids, mask, [p.grid for p in pictures])[..., :-1],
+            logits_to_keep=1, **policy.model_images(pictures),
+        )  # fmt: skip
+    tally["prefilled_tokens"] += sum(len(p.ids) for p in pieces)
+    tally["images"] += len(pictures)
+    return ids, mask, cache
 
 
 def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> list[list[int]]:

@@ -1,6 +1,8 @@
-"""python -m pytest tests/test_faithfulness.py      about 7 s, nearly all of them to import torch"""
+"""python -m pytest tests/test_faithfulness.py      about 10 s, most of them to import torch"""
 
+import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,19 +10,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+import evaluate
 import faithfulness
 from data import Sample
 from faithfulness import (
     AGGREGATES,
     Finding,
     Rate,
+    agreement,
     count,
+    covered,
     cross_table,
     faithful,
     finding,
+    kinds_of,
+    question_of,
     rates,
+    read_foreign,
+    tool_use,
 )
 from rewards import BoxJudge, Reward, Weights, accuracy, crop, hand_made, tapo
+from rollout import Step, Trajectory
 from sandbox import Observation
 
 IMAGE = Image.new("RGB", (256, 256))
@@ -93,7 +103,7 @@ def test_calls_that_failed_by_our_fault_are_no_errors():
     assert [found(seen).failed for seen in (TYPO, OURS, GOOD)] == [1, 0, 0]
 
 
-def test_areas_are_of_every_crop_and_recall_is_of_the_best_proper_one():
+def test_areas_are_of_every_crop_and_recall_is_by_proper_ones():
     f = found(FULL, crop(SEARCH, (76, 76, 98, 120)), WRONG)
     assert f.areas == (1.0, 22 * 44 / 65536, 4096 / 65536)
     assert f.recalls == (0.5,)  # half of the target; the whole image is no proper crop
@@ -169,6 +179,7 @@ def test_ten_questions_by_hand():
         "box_all_50": (4, 8),
         "box_any_80": (4, 8),
         "box_all_80": (4, 8),
+        "focus": (3 * 44**2 / 64**2 + 44**2 / 128**2, 4),  # the whole image is no proper crop
         "crop_area": (area, 6),
         "calls": (8, 10),
         "error_rate": (1, 10),
@@ -192,6 +203,26 @@ def test_boxes_are_hit_by_half_or_by_four_fifths_and_one_or_all():
     assert got == [[1, 0, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
 
 
+def test_a_target_seen_in_parts_is_covered_by_their_union():
+    """40 x 40. Crops of its left 15 columns and its lower 20 rows: 15 + 25/2 of 40 columns."""
+    sample = replace(SEARCH, boxes=((100, 100, 140, 140),))
+    parts = [crop(sample, box) for box in ((50, 90, 115, 150), (90, 120, 150, 160))]
+    f = found(*parts, sample=sample)
+    assert f.recalls == (27.5 / 40,) and count([f])["box_all_50"].value == 1
+    assert [found(part, sample=sample).recalls for part in parts] == [(0.375,), (0.5,)]
+    assert f.focuses == (1600 / 2400,)  # only the second shows half of the target
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 30)] * 4), max_size=4))
+def test_cover_counts_pixels_and_never_falls_with_one_more_crop(corners):
+    crops = [(min(a, c), min(b, d), max(a, c) + 1, max(b, d) + 1) for a, b, c, d in corners]
+    target = (5, 8, 25, 18)
+    inside = [any(x0 <= x < x1 and y0 <= y < y1 for x0, y0, x1, y1 in crops)
+              for x in range(5, 25) for y in range(8, 18)]  # fmt: skip
+    assert covered(target, crops) == pytest.approx(sum(inside) / 200)
+    assert covered(target, crops[:-1]) <= covered(target, crops)
+
+
 def test_questions_without_boxes_stay_out_of_the_box_rates():
     blind = made(1.0)
     assert count([blind])["box_any_50"].denominator == 0
@@ -202,6 +233,14 @@ def test_what_has_no_verdict_leaves_the_faithful_rates_and_is_counted():
     counts = count([made(1.0), made(None, 1.0), made(0.0, correct=False)])
     assert counts["faithful"] == Rate(1, 2) and counts["no_verdict"] == Rate(1, 3)
     assert counts["search_accuracy"] == Rate(2, 3) and counts["tool_use"] == Rate(3, 3)
+
+
+def test_an_answer_without_a_verdict_leaves_the_rates_of_correctness():
+    counts = count([made(1.0), made(1.0, correct=None)])
+    assert counts["accuracy"] == counts["faithful_and_correct"] == Rate(1, 1)
+    assert counts["accuracy_given_faithful"] == counts["faithful_given_correct"] == Rate(1, 1)
+    assert counts["faithful"] == Rate(2, 2)
+    assert cross_table([made(1.0, correct=None)])["wrong"] == {"faithful": 0, "not": 0}
 
 
 def test_nothing_to_count_gives_none_and_no_error():
@@ -226,7 +265,269 @@ def test_the_rates_use_the_scores_they_are_given():
 
 
 def test_the_demonstration_prints_counts():
-    assert "faithful_and_correct              0.200 (1/5)" in faithfulness.demo()
+    assert "faithful_and_correct              0.200 [0.000, 0.600] (1/5)" in faithfulness.demo()
+
+
+# Intervals
+
+
+def test_the_interval_of_a_share_is_the_one_of_the_textbooks():
+    """50 of 100: one deviation is 5 points, so 95 % reach from 40.2 to 59.8."""
+    findings = [made(1.0, correct=i % 2 == 0) for i in range(100)]
+    low, high = count(findings, draws=4000)["accuracy"].interval
+    assert low == pytest.approx(0.402, abs=0.015) and high == pytest.approx(0.598, abs=0.015)
+
+
+def test_plays_of_one_question_are_drawn_together():
+    """25 questions played four times with equal outcomes say no more than 25 questions."""
+    one = [replace(made(1.0, correct=i % 2 == 0), cluster=str(i)) for i in range(25)]
+    alone, four = (count(x, draws=2000)["accuracy"].interval for x in (one, one * 4))
+    assert four == pytest.approx(alone)
+    loose = count([replace(f, cluster="") for f in one * 4], draws=2000)["accuracy"].interval
+    assert loose[1] - loose[0] < 0.6 * (four[1] - four[0])
+
+
+def test_intervals_repeat_with_their_seed_and_are_absent_where_nothing_can_be_drawn():
+    findings = [made(1.0, correct=i < 3) for i in range(9)]
+    assert count(findings, draws=50, seed=1) == count(findings, draws=50, seed=1)
+    assert count(findings, draws=50, seed=1) != count(findings, draws=50, seed=2)
+    assert count(findings)["accuracy"].interval is None
+    assert count(findings, draws=50)["direct_accuracy"].interval is None  # 0 of 0
+    assert count([replace(f, cluster="q") for f in findings], draws=50)["accuracy"].interval is None
+
+
+def test_the_cycles_of_a_question_are_one_question():
+    rows = [replace(SEARCH, id=str(i), source=f"hrbench4k/single/{i}", options=options)
+            for i, options in enumerate((("a", "b"), ("b", "a")))]  # fmt: skip
+    assert question_of(rows[0]) == question_of(rows[1]) != question_of(SEARCH) == "s1"
+    assert question_of(replace(rows[0], source="vstar/relative")) == "0"
+
+
+# Two judges
+
+
+def judged(*steps):
+    return Reward(1.0, None, 0.0, steps, None)
+
+
+def test_kappa_by_hand():
+    """Ten calls. Both yes 4, both no 3, only the first 2, only the second 1: they agree on 0.7,
+    chance on 0.6 * 0.5 + 0.4 * 0.5 = 0.5, so kappa is 0.4."""
+    pairs = [(1.0, 1.0)] * 4 + [(0.0, 0.5)] * 3 + [(1.0, 0.0)] * 2 + [(0.5, 1.0)]
+    t = [hand_made(SEARCH, GOOD, answer="x")] * 10
+    table, rate, kappa = agreement(t, *([judged(score) for score in s] for s in zip(*pairs)))
+    assert rate == Rate(7, 10) and kappa == pytest.approx(0.4)
+    assert [table[a, b] for a in (True, False) for b in (True, False)] == [4, 2, 1, 3]
+
+
+def test_what_no_judge_saw_is_not_compared_and_what_one_missed_is_counted():
+    t = hand_made(SEARCH, GOOD, PRINTED, AGAIN, WRONG, answer="x")
+    first, second = judged(1.0, 0.0, -1.0, None), judged(1.0, 0.0, -1.0, 0.0)
+    table, rate, kappa = agreement([t], [first], [second])
+    assert rate == Rate(1, 1) and table[None] == 1 and kappa is None
+
+
+@given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.5, 1.0])] * 2), min_size=1, max_size=12))
+def test_kappa_is_symmetric_at_most_one_and_one_only_in_full_agreement(pairs):
+    t = [hand_made(SEARCH, GOOD, answer="x")] * len(pairs)
+    first, second = ([judged(score) for score in s] for s in zip(*pairs))
+    _, rate, kappa = agreement(t, first, second)
+    assert kappa == agreement(t, second, first)[2]
+    assert kappa is None or (kappa == pytest.approx(1)) == (rate.value == 1) and kappa <= 1
+
+
+# How tools were used
+
+
+def coded(sample, *calls, said="", answer="checker"):
+    """calls: (code, observation)"""
+    steps = [Step(f"<code>{code}</code>", code, seen, 0, 0) for code, seen in calls]
+    steps.append(Step(f"<think>{said}</think><answer>{answer}</answer>", None, None, 0, 0))
+    return Trajectory(sample, steps=steps, answer=answer, ended="answered")
+
+
+@pytest.mark.parametrize(
+    "code, kinds",
+    [
+        ("image.crop((0, 0, 9, 9)).show()", {"crop"}),
+        ("plt.imshow(a[10:20, 5:9])", {"crop"}),
+        ("image.rotate(90).show()", {"rotate"}),
+        ("ImageEnhance.Contrast(image.crop(b)).enhance(2)", {"crop", "contrast"}),
+        ("ImageDraw.Draw(image).rectangle(b)", {"draw"}),
+        ("cv2.line(a, p, q, 0)", {"draw"}),
+        ("print(3 * [1, 2][0])", {"compute"}),
+    ],
+)
+def test_kinds_of_code(code, kinds):
+    assert kinds_of(Step("", code, PRINTED, 0, 0)) == kinds
+
+
+def test_a_recorded_box_proves_a_crop_and_a_picture_is_no_computation():
+    assert kinds_of(Step("", "look()", GOOD, 0, 0)) == {"crop"}
+    assert kinds_of(Step("", "image.show()", DRAWN, 0, 0)) == {"other"}
+
+
+def test_use_of_tools_by_hand():
+    mended = replace(GOOD, notes=["a missing bracket was added"])
+    trajectories = [
+        coded(SEARCH, ("imag.crop(b)", TYPO), ("image.crop(b).show()", mended)),
+        coded(
+            SEARCH, ("image.rotate(9).show()", DRAWN), ("1/0", TYPO), ("1/0", TYPO), ("1/0", TYPO)
+        ),
+        coded(SEARCH, said="The crop shows it ."),
+        coded(SEARCH),
+        coded(SEARCH, ("print(1)", OURS), ("image.show()", FULL)),
+    ]
+    got = {name: (r.numerator, r.denominator) for name, r in tool_use(trajectories, 0).items()}
+    assert got == {
+        "0 calls": (2, 5), "1 calls": (0, 5), "2 calls": (2, 5), "3 calls": (0, 5),
+        "4 calls": (1, 5), "5 or more calls": (0, 5),
+        "crop (of calls)": (3, 8), "rotate (of calls)": (1, 8), "contrast (of calls)": (0, 8),
+        "draw (of calls)": (0, 8), "compute (of calls)": (4, 8), "other (of calls)": (0, 8),
+        "crops of 0% to 1%": (0, 2), "crops of 1% to 5%": (0, 2), "crops of 5% to 25%": (1, 2),
+        "crops of 25% to 50%": (0, 2), "crops of 50% to 90%": (0, 2),
+        "crops of 90% to 100%": (1, 2),
+        "failed calls": (4, 8), "failed calls after which one ran": (1, 4),
+        "repaired calls": (1, 8), "verified crops (of pictures)": (2, 3),
+        "decorative crops": (1, 5),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "said, claimed",
+    [
+        ("I cropped the sign.", True),
+        ("Zooming in on it, I see a 7.", True),
+        ("I'll zoom into the corner", True),
+        ("image.crop((0, 0, 9, 9))", True),
+        ("I can see it .", False),
+        ("The farmer's crops are corn.", False),
+    ],
+)
+def test_a_look_that_was_only_claimed(said, claimed):
+    decorative = tool_use([coded(SEARCH, said=said)], 0)["decorative crops"]
+    assert decorative.numerator == claimed
+    shown = tool_use([coded(SEARCH, ("look()", GOOD), said=said)], 0)["decorative crops"]
+    assert shown.numerator == 0
+
+
+def test_a_crop_that_was_tried_and_failed_is_not_decorative():
+    assert tool_use([coded(SEARCH, ("imag.crop(b)", TYPO))], 0)["decorative crops"].numerator == 0
+
+
+# Trajectories of other agents
+
+
+@pytest.fixture
+def folder(tmp_path):
+    IMAGE.save(tmp_path / "map.png")
+    Image.new("RGB", (9, 9)).save(tmp_path / "shown.png")
+    return tmp_path
+
+
+BASE = {"question": "Which?", "image": "map.png", "answer": "A", "correct": True, "steps": []}
+
+
+def write(folder, *lines):
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (folder / "t.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return folder / "t.jsonl"
+
+
+def test_any_agents_steps_are_held_against_the_targets(folder):
+    target = [76, 76, 120, 120]
+    steps = [
+        {"box": [70.5, 60, 130, 400], "text": "The line separator \u2028 is text."},
+        {"box": [0, 0, 60, 60]},
+        {"box": [0, 0, 60, 60], "score": 1},
+        {"image": "shown.png"},
+        {"image": "shown.png", "box": [64, 64, 128, 128]},
+        {"error": "NameError"},
+        {"code": "print(1)"},
+    ]
+    line = BASE | {"targets": [target], "steps": steps, "id": "q"}
+    ((t, reward),) = read_foreign(write(folder, line))
+    assert t.tool_steps[0].observation.boxes == [(70, 60, 130, 256)]  # outwards, and cut
+    assert reward.steps == (1.0, 0.0, 1, None, 1.0, -1.0, 0.0)
+    assert t.tool_steps[4].observation.images[0].size == (9, 9)
+    f = finding(t, reward)
+    assert (f.calls, f.failed, f.correct, f.cluster) == (7, 1, True, "q")
+
+
+def test_a_judge_that_sees_takes_the_pictures_without_score(folder):
+    asked = []
+
+    def judge(request):
+        asked.append(request.images[0].size)
+        return 1.0
+
+    steps = [{"image": "shown.png"}, {"image": "shown.png", "score": None}, {"code": "print(1)"}]
+    ((_, reward),) = read_foreign(write(folder, BASE | {"steps": steps}), judge)
+    assert reward.steps == (1.0, None, 0.0) and asked == [(9, 9)]
+
+
+def test_without_targets_or_scores_there_is_no_verdict(folder):
+    lines = [BASE | {"steps": [{"box": [0, 0, 9, 9]}]}, BASE | {"kind": "neutral", "answer": None}]
+    findings = [finding(*pair) for pair in read_foreign(write(folder, *lines))]
+    assert findings[0].scores == (None,) and not findings[1].search
+    assert count(findings)["no_verdict"] == Rate(1, 1)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "line 2.*Expecting property name"),
+        ("[]", r"line 2.*the line is \[\], no object"),
+        ({"question": "?", "image": "map.png"}, "line 2.*lacks .'answer', 'correct', 'steps'"),
+        (BASE | {"target": []}, "line 2.*has .'target'.; known are question, .*targets"),
+        (BASE | {"correct": 1}, "line 2.*correct 1, which is of another type"),
+        (BASE | {"image": "lost.png"}, "line 2.*No such file.*lost.png"),
+        (BASE | {"kind": "ocr"}, "line 2.*kind is 'search' or 'neutral', got 'ocr'"),
+        (BASE | {"targets": [[0, 0, 9]]}, "line 2.*a box is .x0, y0, x1, y1., not .0, 0, 9."),
+        (BASE | {"steps": [{}, {"bbox": 1}]}, "line 2.*step 2 .*'bbox'.; known are box, image"),
+        (BASE | {"steps": [{"box": [300, 0, 310, 9]}]}, "line 2.*no pixel of an .*256x256"),
+        (BASE | {"steps": [{"box": [9, 9, 0, 0]}]}, "line 2.*has no pixel"),
+        (BASE | {"steps": [{"score": 7}]}, "line 2.*step 1 has score 7: expected one from 0 to 1"),
+        (BASE | {"steps": [{"box": [0, 0, 9, 1e999]}]}, "line 2.*infinity"),
+        (BASE | {"steps": ["box"]}, "line 2.*step 1 is 'box', no object"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_schema_is_named_with_its_line(folder, line, message):
+    with pytest.raises(ValueError, match=message):
+        list(read_foreign(write(folder, BASE, line)))
+
+
+def run_main(monkeypatch, capsys, *argv):
+    monkeypatch.setattr("sys.argv", ["faithfulness.py", *map(str, argv)])
+    faithfulness.main()
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_rates_intervals_and_tables(folder, monkeypatch, capsys):
+    hit = BASE | {"targets": [[70, 70, 90, 90]], "steps": [{"box": [64, 64, 128, 128]}]}
+    out = run_main(monkeypatch, capsys, write(folder, hit, "", hit | {"correct": False}))
+    assert re.search(r"faithful_and_correct +0.500 \[0.000, 1.000\] \(1/2\)", out)
+    assert re.search(r"correct +1 +0\nwrong +1 +0\n", out)
+    assert re.search(r"1 calls +1.000 ", out)
+
+
+def test_the_command_reads_our_own_trajectories_too(folder, monkeypatch, capsys):
+    trajectories = [hand_made(SEARCH, WRONG, GOOD, answer="checker"), hand_made(SEARCH, answer="x")]
+    evaluate.write_trajectories(trajectories, scored(trajectories), folder=folder)
+    out = run_main(monkeypatch, capsys, folder / "trajectories.jsonl")
+    assert re.search(r"faithful_and_correct +0.500 \(1/2\)", out)  # one question: no interval
+    out = run_main(monkeypatch, capsys, folder / "trajectories.jsonl", "--aggregate", "all")
+    assert re.search(r"faithful_and_correct +0.000 \(0/2\)", out)
+
+
+@pytest.mark.parametrize(
+    "text, message", [("", "is empty"), (None, "No such file"), ("{", "line 1")]
+)
+def test_the_command_says_what_is_wrong_with_a_file(folder, monkeypatch, capsys, text, message):
+    path = folder / "none.jsonl" if text is None else write(folder, text)
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, capsys, path)
+    assert message in capsys.readouterr().err
 
 
 # Laws
@@ -298,3 +599,11 @@ def test_the_cross_table_adds_up(findings, aggregate):
     cells = [value for row in table.values() for value in row.values()]
     assert sum(cells) == pytest.approx(counts["faithful"].denominator)
     assert table["correct"]["faithful"] == pytest.approx(counts["faithful_and_correct"].numerator)
+
+
+@given(some, aggregates)
+def test_an_interval_holds_its_rate_and_lies_between_what_units_say(findings, aggregate):
+    for rate in count(findings, aggregate, draws=40).values():
+        if rate.interval:
+            low, high = rate.interval
+            assert 0 <= low <= high and (rate.numerator > 0 or low == high == 0)
