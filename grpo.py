@@ -279,6 +279,14 @@ def mine(items: list) -> list:
     return items[rank::n]
 
 
+def merged(shares: list[list]) -> list:
+    """`mine` undone: the global batch again, from the shares of all processes."""
+    items = [None] * sum(map(len, shares))
+    for rank, share in enumerate(shares):
+        items[rank :: len(shares)] = share
+    return items
+
+
 def parts(items: list) -> list[list]:
     """A micro-batch never mixes two parts. A share is one part; but one process alone takes the
     shares of two as its parts, and so adds up the very numbers that two processes add up: floats
@@ -294,6 +302,8 @@ def shard(policy: Policy) -> None:
     kind, n = policy.device.type, processes()[1]
     if n == 1 and kind == "cpu":
         return
+    if not dist.is_initialized():  # one GPU: the same path, with nobody to meet
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     how = dict(mesh=init_device_mesh(kind, (n,)), reshard_after_forward=True)
     if kind != "cpu":
         # Inputs are not cast: that would round the vision tower's rotary angles, and the policy

@@ -611,6 +611,7 @@ def rows_that_fit(policy: Policy, rules: Rules) -> int:
     if rules.kv_budget_gb:
         budget = rules.kv_budget_gb * 1e9
     elif policy.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the last step has freed is free
         budget = 0.8 * torch.cuda.mem_get_info(policy.device)[0]
     else:
         budget = 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -7,45 +7,64 @@ Paper       CodeV, arXiv:2511.19661, the method and its training
 In          the command line, which is the Config below and nothing else (so no annotations as
             strings in this file: the types of its fields make the flags)
 Out         a folder with config.json, log.jsonl, summary.json, curves.png, report.html, sft/, rl/
-Left out    several GPUs: one process for now; public data sets
+Left out    generation by another engine than transformers; several judges
 Read next   rollout.py, rewards.py, grpo.py: the verbs in their order
 
     python train.py                              the toy: SFT, TAPO, one table; minutes on 2 cores
     python train.py --reward accuracy            what the paper warns of
     python train.py --resume runs/toy            go on after a crash, to the same end
     python train.py --preset tiny-base --out tiny    make the committed base checkpoint again
+    python train.py --preset codev-7b --plan 8x80    would it fit on 8 GPUs of 80 GB?
+    accelerate launch train.py --preset codev-7b --judge-url http://host:8000/v1    the real thing
 
-Everything random is drawn from (seed, stage, step), never from what happened before: a resumed
-run needs no saved generator states to end exactly where the uninterrupted one does.
+Everything random is drawn from (seed, stage, step, question), never from what happened before or
+on which process: a resumed run needs no saved generator states to end exactly where the
+uninterrupted one does, and two processes play the same games as one.
 """
 
 import argparse
+import copy
+import importlib.util
 import json
 import math
 import os
 import random
+import re
 import shutil
+import signal
 import sys
 import time
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
+from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, InitProcessGroupKwargs
 from tqdm import tqdm
+from transformers import Qwen2_5_VLConfig
+from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.utils.logging import disable_progress_bar
 
-from data import demonstrations, toy_questions
+from data import Sample, demonstrations, load_rl, toy_questions
 from evaluate import curves, evaluate, load_toy, report, table
 from faithfulness import rates
-from grpo import ADVANTAGES, LOSS_AVERAGES, Objective, Row, learn, micro_batches, mine, parts
-from rewards import REWARDS, BoxJudge, Weights, score, summary
-from rollout import Policy, Rules, check_checkpoint, load_policy, play
+from grpo import ADVANTAGES, LOSS_AVERAGES, Objective, Row, actor_of, gathered, learn, merged
+from grpo import micro_batches, mine, parts, processes, shard, sync
+from rewards import REWARDS, BoxJudge, ChatJudge, Judge, Reward, VerdictWatch, Weights, score
+from rewards import summary
+from rollout import Policy, Rules, Trajectory, check_checkpoint, check_fits, freeze_vision
+from rollout import load_policy, play
 from sandbox import Limits
-from sft import imitate, mean_logp, pretrain_tiny, replay_all, rows_of, shuffled
+from sft import TRAIN_ROUNDS, imitate, load_thyme, mean_logp, pretrain_tiny, replay_all, rows_of
+from sft import shuffled
 
 
 def knob(default, source: str, help: str, choices: tuple = ()):
@@ -57,31 +76,55 @@ def knob(default, source: str, help: str, choices: tuple = ()):
 # fmt: off
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag, and what is saved beside each checkpoint. Defaults are those of the
-    paper's 7B run where it gives any; the presets below say where the toy differs."""
+    """Every field is a flag, and what is saved beside each run. Defaults are those of the paper's
+    7B run where it gives any; the presets below say where the toy differs."""
 
-    preset: str = knob("toy", "ours", "a set of defaults", ("toy", "tiny-base"))
+    preset: str = knob("toy", "ours", "a set of defaults", ("toy", "codev-7b", "tiny-base"))
     model: str = knob("tiny", "ours", "checkpoint folder or hub name to start from")
     out: str = knob("runs/toy", "ours", "folder for everything this run writes")
     seed: int = knob(0, "ours", "the same seed on the same machine repeats a CPU run exactly")
     threads: int = knob(0, "ours", "CPU threads of torch; 0: its own choice")
     save_every: int = knob(10, "ours", "steps between two checkpoints to resume from")
+    keep: int = knob(1, "ours", "how many of the newest checkpoints are kept; the one with the "
+                     "best reward always is")
+    timeout: float = knob(1800.0, "ours", "several processes: seconds until those that wait for "
+                          "one that does not come end, and name it")
+    tracker: str = knob("none", "ours", "also send the log to this",
+                        ("none", "tensorboard", "wandb", "trackio"))
+    transcript_every: int = knob(10, "ours", "steps between two episodes written out as text")
 
+    sft_data: str = knob("", "ours", "demonstrations in Thyme-SFT's form, a file, folder or hub "
+                         "name; empty: those of the toy")
+    rl_data: str = knob("", "ours", "questions, a file, folder or hub name; empty: the toy's")
+    on_bad: str = knob("skip", "ours", "a row that cannot be used", ("skip", "stop"))
+    max_pixels: int = knob(3_211_264, "thyme", "pixel budget of one image, in training and in what "
+                           "is exported; 0: the checkpoint's own")
+    judge_url: str = knob("", "ours", "OpenAI-compatible server of the judge, http://host:8000/v1; "
+                          "its key, if any, is read from JUDGE_API_KEY")
+    judge_model: str = knob("Qwen/Qwen2.5-VL-32B-Instruct", "paper", "the judge's name there")
     shortcut: float = knob(1.0, "ours", "toy: share of squares that wear their colour's usual "
                            "texture. 1: guessing pays; 0.5: looking pays")
 
-    sft_steps: int = knob(500, "ours", "steps of stage 1; 0: --model is the SFT model already")
+    sft_steps: int = knob(-1, "ours", "steps of stage 1; -1: as many as make --sft-epochs; 0: "
+                          "--model is the SFT model already")
+    sft_epochs: float = knob(3.0, "paper", "passes over --sft-data")
     sft_batch: int = knob(128, "thyme", "demonstrations per step")
     sft_lr: float = knob(1e-5, "thyme", "peak learning rate of stage 1")
+    sft_warmup: float = knob(0.05, "thyme", "share of stage 1 in which the learning rate rises")
     sft_demos: int = knob(2500, "ours", "toy: demonstrations in all")
+    train_rounds: str = knob("last_code_and_answer", "thyme", "which turns of a demonstration are "
+                             "learnt", tuple(TRAIN_ROUNDS))
+    freeze_vision: str = knob("sft", "thyme", "stages in which the vision tower keeps its weights "
+                              "(that stage 2 trains it is our choice)",
+                              ("none", "sft", "rl", "both"))
 
     rl_steps: int = knob(200, "paper", "steps of stage 2")
-    questions: int = knob(256, "paper", "questions per step")
+    questions: int = knob(256, "paper", "questions per step, those of all processes together")
     rollouts: int = knob(8, "paper", "K, rollouts per question")
     turns: int = knob(5, "ours", "T, turns of one rollout, in training and in its evaluation")
     temperature: float = knob(1.0, "paper", "of the sampler, and of every log-probability")
     max_new_tokens: int = knob(1024, "ours", "tokens of one turn")
-    max_length: int = knob(16384, "ours", "tokens of a whole trajectory")
+    max_length: int = knob(10240, "thyme", "tokens of a whole trajectory")
     max_log_chars: int = knob(2000, "ours", "characters of what one program printed; errors and "
                               "repairs are told in full")
 
@@ -89,6 +132,8 @@ class Config:
     lambda_acc: float = knob(1.0, "ours", "weight of a right answer, Eq. 5")
     lambda_tool: float = knob(0.2, "ours", "weight of what the tools showed, Eq. 5")
     lambda_fmt: float = knob(0.2, "ours", "weight of the format penalty; 0 gives the printed Eq. 5")
+    gate_tool_on_correct: bool = knob(False, "paper", "pay tools only where the answer is right")
+    step_credit: float = knob(0.0, "ours", "adds this much of a step's own score to its advantage")
     adv_norm: str = knob("none", "paper", "divide advantages by the group's deviation?",
                          tuple(ADVANTAGES))
     ratio_anchor: str = knob("old", "ours", "denominator of Eq. 3; the paper prints ref",
@@ -108,21 +153,27 @@ class Config:
                                "0: 80 % of what is free")
     patience: float = knob(1.0, "ours", "seconds until rollouts whose code has run go on without "
                            "the slow ones; a run repeats exactly only if none is ever left behind")
-    sandboxes: int = knob(8, "ours", "programs that run at the same time")
+    sandboxes: int = knob(8, "ours", "programs that run at the same time, per process")
     sandbox_seconds: float = knob(10.0, "thyme", "wall-clock limit of one program")
     allow_weak_sandbox: bool = knob(False, "ours", "run model-written code although this system "
                                     "cannot confine it fully")
-    eval_questions: int = knob(256, "ours", "toy: questions of the evaluation, and half as many "
-                               "more against the prior")
+    eval_questions: int = knob(256, "ours", "questions of the evaluation, held out of --rl-data (a "
+                               "tenth of it at most); toy: and half as many against the prior")
 # fmt: on
 
 
 PRESETS = {
     # ours throughout: measured on the toy, with no claim beyond it
     "toy": dict(
-        threads=1, sft_batch=32, sft_lr=4e-3, rl_steps=120, questions=12, turns=3,
-        max_new_tokens=32, max_length=1024, max_log_chars=96, rl_lr=7.5e-5,
-        kv_budget_gb=1.0, patience=60.0, activation_checkpointing=False,
+        threads=1, max_pixels=0, freeze_vision="none", sft_steps=500, sft_batch=32, sft_lr=4e-3,
+        sft_warmup=0.02, rl_steps=120, questions=12, turns=3, max_new_tokens=32, max_length=1024,
+        max_log_chars=96, rl_lr=7.5e-5, kv_budget_gb=1.0, patience=60.0,
+        activation_checkpointing=False,
+    ),
+    # the paper's run: all else is the default above, each with its source
+    "codev-7b": dict(
+        model="Qwen/Qwen2.5-VL-7B-Instruct", out="runs/codev-7b", sft_data="Kwai-Keye/Thyme-SFT",
+        rl_data="RenlyH/CodeV-RL-Data", save_every=20, keep=2,
     ),
     "tiny-base": dict(threads=1, seed=2, out="tiny"),
 }  # fmt: skip
@@ -130,6 +181,7 @@ PRESETS = {
 
 def parse_config(argv: list[str] | None = None) -> Config:
     """The command line -> Config, checked before anything is loaded."""
+    argv = sys.argv[1:] if argv is None else argv
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="toy")
     preset = first.parse_known_args(argv)[0].preset
@@ -141,8 +193,17 @@ def parse_config(argv: list[str] | None = None) -> Config:
     )
     parser.add_argument(
         "--resume", metavar="DIR", default=argparse.SUPPRESS,
-        help="continue the run in DIR, with its own config",
+        help="continue the run in DIR, with its own config, on any number of processes",
     )  # fmt: skip
+    parser.add_argument(
+        "--plan",
+        metavar="GPUSxGB",
+        nargs="?",
+        const="8x80",
+        default=argparse.SUPPRESS,
+        help="load nothing: print what the run would need on so many GPUs of so many GB, and "
+        "refuse what cannot fit",
+    )
     for f in fields(Config):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
         if f.metadata["choices"]:
@@ -151,14 +212,18 @@ def parse_config(argv: list[str] | None = None) -> Config:
         parser.add_argument(flag, default=f.default, help=f.metadata["help"], **kind)
     parser.set_defaults(**PRESETS.get(preset, {}))
     values = vars(parser.parse_args(argv))
-    resume = values.pop("resume", None)
-    if resume and len(sys.argv[1:] if argv is None else argv) > 2:
+    resume, node = values.pop("resume", None), values.pop("plan", None)
+    if resume and len(argv) > 2:
         parser.error("--resume goes alone: a run continues with its own config")
     try:
         config = read_config(Path(resume)) if resume else Config(**values)
         check(config)
+        if node:
+            fits, text = plan(config, node)
+            parser.exit(0 if fits else 2, text)
         if config.preset != "tiny-base" and not resume:
             check_checkpoint(config.model)
+            check_data(config)
         if not resume and (Path(config.out) / "state.json").exists():
             raise ValueError(
                 f"{config.out} holds a run already: continue it with --resume {config.out}, or "
@@ -181,10 +246,12 @@ def read_config(folder: Path) -> Config:
 
 def check(config: Config) -> None:
     """What can be refused before a model loads is refused here."""
-    least = dict(sft_steps=0, rl_steps=0, questions=1, turns=1, max_new_tokens=1, sft_batch=1,
-                 sft_demos=1, save_every=1, sandboxes=1, row_tokens=1, updates=1, eval_questions=4,
-                 threads=0, beta=0, eps=0, sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12,
-                 max_grad_norm=1e-12, lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, patience=0,
+    least = dict(sft_steps=-1, rl_steps=0, keep=1, timeout=1, transcript_every=1, max_pixels=0,
+                 sft_epochs=1e-9, sft_warmup=0, step_credit=0, questions=1, turns=1,
+                 max_new_tokens=1, sft_batch=1, sft_demos=1, save_every=1, sandboxes=1,
+                 row_tokens=1, updates=1, eval_questions=4, threads=0, beta=0, eps=0,
+                 sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12, max_grad_norm=1e-12,
+                 lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, patience=0,
                  max_log_chars=0)  # fmt: skip
     for f in fields(config):
         if f.type is float and not math.isfinite(getattr(config, f.name)):
@@ -210,11 +277,33 @@ def check(config: Config) -> None:
             f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in "
             f"--max-length {config.max_length}"
         )
+    if config.tracker != "none" and importlib.util.find_spec(config.tracker) is None:
+        raise ValueError(
+            f"--tracker {config.tracker} needs a package: pip install {config.tracker}"
+        )
+    if config.step_credit and config.reward != "tapo":
+        raise ValueError(f"--step-credit spreads the step scores of tapo; {config.reward} has none")
     weights(config)
 
 
+def check_data(config: Config) -> None:
+    """Public data need all that the toy brings along."""
+    if config.preset == "codev-7b" and not (config.rl_data or not config.rl_steps):
+        raise ValueError("--preset codev-7b wants questions: --rl-data, a file, folder or hub name")
+    if config.rl_data and config.rl_steps and not config.judge_url:
+        raise ValueError(
+            "--rl-data has no boxes to judge by: give --judge-url, the address of a served "
+            "vision-language model such as http://host:8000/v1 (README, the judge)"
+        )
+    if config.sft_steps < 0 and not config.sft_data:
+        raise ValueError("--sft-steps -1 counts passes over --sft-data: give that, or a number")
+
+
 def weights(config: Config) -> Weights:
-    return Weights(config.lambda_acc, config.lambda_tool, config.lambda_fmt)
+    return Weights(
+        config.lambda_acc, config.lambda_tool, config.lambda_fmt, config.gate_tool_on_correct,
+        config.step_credit,
+    )  # fmt: skip
 
 
 def rules(config: Config) -> Rules:
@@ -231,19 +320,147 @@ def shared_fields(config: Config, kind: type) -> dict:
     return {name: getattr(config, name) for name in names}
 
 
+# Would it fit? Arithmetic from the model's config; no weight is loaded.
+
+QWEN_7B = "Qwen/Qwen2.5-VL-7B-Instruct"  # its published geometry, so that a plan needs no network
+GEOMETRY_7B = dict(
+    text_config=dict(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=128000,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
+    ),
+    vision_config=dict(
+        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584,
+        patch_size=14, spatial_merge_size=2, temporal_patch_size=2, window_size=112,
+        fullatt_block_indexes=[7, 15, 23, 31],
+    ),
+    tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def geometry(name: str) -> Qwen2_5_VLConfig:
+    if name == QWEN_7B:
+        return Qwen2_5_VLConfig(**GEOMETRY_7B)
+    return Qwen2_5_VLConfig.from_pretrained(name)
+
+
+def plan(config: Config, node: str) -> tuple[bool, str]:
+    """Does stage 2 fit on `node`, such as "8x80": 8 GPUs of 80 GB? And the arithmetic, or what to
+    lower. 1 GB is 1e9 bytes. Stage 1 needs less: it has no reference and no cache."""
+    if not (match := re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", node)) or int(match[1]) < 1:
+        raise ValueError(f"--plan wants GPUs x GB of each, such as 8x80, got {node!r}")
+    gpus, card = int(match[1]), float(match[2])
+    shape = geometry(config.model)
+    text, eye = shape.text_config, shape.vision_config
+    with torch.device("meta"):
+        model = Model(shape)
+    size = {name: p.numel() for name, p in model.named_parameters()}
+    N, V = sum(size.values()), sum(n for name, n in size.items() if "visual" in name)
+    frozen = config.freeze_vision in ("rl", "both")
+    T = N - V * frozen
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in
+              (*model.model.visual.blocks, *model.model.language_model.layers)]  # fmt: skip
+    root = N - sum(layers)  # embeddings, lm_head and what else is in no layer
+    compared = config.beta > 0 or config.ratio_anchor == "ref"
+    slots, H = config.row_tokens, text.hidden_size
+    width = H // text.num_attention_heads * text.num_key_value_heads
+    row = 4 * text.num_hidden_layers * width * config.max_length / 1e9
+    kept = 2 * slots * H * text.num_hidden_layers + 8 * slots * eye.hidden_size * eye.depth
+    once = 2 * slots * (8 * H + 4 * text.intermediate_size)
+    if not config.activation_checkpointing:
+        kept, once = once * text.num_hidden_layers + 4 * kept, 0
+
+    always = {
+        "weights": (4 * N / gpus, f"fp32, {N / 1e9:.3f}e9 x 4 B / {gpus}"),
+        "optimiser": (8 * T / gpus, f"two fp32 moments, {T / 1e9:.3f}e9 x 8 B / {gpus}"),
+        "reference": (
+            4 * N / gpus * compared,
+            f"fp32, as the weights{'' if compared else ': none'}",
+        ),
+        "actor": (2 * N, f"a whole copy in bf16, {N / 1e9:.3f}e9 x 2 B"),
+        "CUDA": (2.5e9, "context and libraries, a guess"),
+    }
+    learning = {
+        "gradients": (4 * T / gpus, f"fp32, {T / 1e9:.3f}e9 x 4 B / {gpus}"),
+        "fetched": (8 * root + 8 * max(layers), f"embeddings and lm_head ({root / 1e9:.2f}e9), two "
+                    f"layers: bf16, gradients bf16 and fp32"),
+        "activations": (kept + once, f"{slots} slots, half of them image"),
+        "logits": (3 * 4 * 1024 * text.vocab_size, f"1024 x {text.vocab_size} x 4 B x 3"),
+    }  # fmt: skip
+    acting, usable = sum(v for v, _ in always.values()) / 1e9, 0.95 * card
+    budget = config.kv_budget_gb or 0.8 * max(usable - acting, 0)
+    rows = int(budget // row)
+    peak = dict(
+        loading=(4 * N + 2 * N) / 1e9,  # the whole policy in fp32 and the actor, before the cut
+        acting=acting + budget,
+        learning=acting + sum(v for v, _ in learning.values()) / 1e9,
+    )
+    own = math.ceil(config.questions / gpus) * config.rollouts
+    lines = [f"{config.model} on {gpus} GPUs of {card:g} GB; {usable:.1f} GB of each are usable",
+             f"parameters {N:,}, of them vision {V:,}{' (frozen)' if frozen else ''}"]  # fmt: skip
+    for title, items in (("always", always), ("while learning", learning)):
+        lines += ["", f"{title}, GB per GPU"]
+        lines += [f"  {name:12}{value / 1e9:7.1f}   {how}" for name, (value, how) in items.items()]
+    lines += [
+        "", "while acting, GB per GPU",
+        f"  cache       {budget:7.1f}   {rows} rows of {config.max_length} slots, {row:.3f} each",
+        "peak, GB per GPU: " + ", ".join(f"{name} {value:.1f}" for name, value in peak.items()), "",
+        f"rows per wave   {rows // config.rollouts * config.rollouts} of the {own} of each GPU and "
+        f"step ({config.questions} questions x {config.rollouts} / {gpus})",
+        f"steps           stage 1: {stage_1_steps(config)}; stage 2: {config.rl_steps}, "
+        f"{config.rl_steps * config.questions * config.rollouts:,} trajectories",
+        f"disk            {12 * N / 1e9:.0f} GB a checkpoint x {config.keep + 2} (kept, best, the "
+        f"one being written) + {2 * N / 1e9:.0f} GB x 3 exports",
+        f"host memory     {4 * N / 1e9:.0f} GB a process while weights load", "",
+    ]  # fmt: skip
+    if rows >= config.rollouts and max(peak["loading"], peak["learning"]) <= usable:
+        return True, "\n".join([*lines, "it fits", ""])
+    levers = {
+        "--beta 0 (no reference)": 4 * N / gpus * compared,
+        "--freeze-vision both": 12 * V / gpus * (not frozen),
+        f"--row-tokens {slots // 2}": (kept + once) / 2,
+        "twice as many GPUs": (4 * N * (1 + compared) + 12 * T) / gpus / 2,
+    }
+    lines += [f"it does not fit: {name} takes {value:.1f} of {usable:.1f} GB"
+              for name, value in peak.items() if value > usable]  # fmt: skip
+    if rows < config.rollouts:
+        lines += [f"it does not fit: the cache has room for {rows} rows, a group has "
+                  f"{config.rollouts}: lower --max-length or --rollouts"]  # fmt: skip
+    lines += ["what to lower:"]
+    lines += [f"  {name:26} saves {value / 1e9:4.1f} GB" for name, value in levers.items() if value]
+    lines += [f"The actor alone takes {2 * N / 1e9:.1f} GB on any number of GPUs, and loading "
+              f"{peak['loading']:.1f}: take larger ones."] * (peak["loading"] > usable)  # fmt: skip
+    return False, "\n".join([*lines, ""])
+
+
+def stage_1_steps(config: Config) -> str:
+    if config.sft_steps >= 0:
+        return str(config.sft_steps)
+    return f"{config.sft_epochs:g} x rows / {config.sft_batch} (333,000 rows: " \
+           f"{math.ceil(config.sft_epochs * 333_000 / config.sft_batch):,})"  # fmt: skip
+
+
 class Run:
-    """The folder of a run: its log, its clock, its newest checkpoint.
+    """The folder of a run: its log, its clock, its newest checkpoints; and what the processes of a
+    run need beside the gradient: to wait for each other, and to say which one fell over, and where.
 
     state.json is the truth. It names the checkpoint to go on from, and is replaced in one motion
     once that checkpoint is whole, so that a kill at any moment loses at most the steps since.
+    Only process 0 writes.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.folder, self.skipped, self.lap = Path(config.out), 0, {}
-        self.state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0,
-                      "seconds": {}, "stages": {}}  # fmt: skip
+    def __init__(self, config: Config, team: Accelerator | None = None) -> None:
+        self.folder, self.skipped, self.lap, self.team = Path(config.out), 0, {}, team
+        (self.rank, self.n), self._world, self.lines = processes(), None, 0
+        self.first, self.doing, self.now = self.rank == 0, "start", "before its first step"
+        self.timeout, self.keep = timedelta(seconds=config.timeout), config.keep
+        self.side = dist.new_group(backend="gloo", timeout=self.timeout) if self.n > 1 else None
+        self.state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
+                      "best": None, "seconds": {}, "stages": {}}  # fmt: skip
         if (self.folder / "state.json").is_file():
-            self.state = json.loads((self.folder / "state.json").read_text())
+            self.state |= json.loads((self.folder / "state.json").read_text())
+        if not self.first:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "config.json", asdict(config))
         # A log may run ahead of its checkpoint: those steps will be done, and logged, again.
@@ -254,18 +471,25 @@ class Run:
                 f"on {self.state['log_bytes']}: put the log back, or start a new run"
             )
         self.log_file.truncate(self.state["log_bytes"])
+        self.lines = len((self.folder / "log.jsonl").read_bytes().splitlines())
 
     def log(self, line: dict) -> None:
         """One line of log.jsonl. Nothing in it differs between two equal runs: the seconds of the
         step go to times.jsonl. Three skipped steps in a row end the run."""
-        rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
-        self.log_file.write(json.dumps(rounded).encode() + b"\n")
-        self.log_file.flush()
-        # (times.jsonl is not cut on resume: what was done twice stands there twice.)
-        with open(self.folder / "times.jsonl", "a") as file:
-            print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
-        self.lap = {}
+        self.now = f"after {line['stage']} step {line['step']}"
         self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
+        if self.first:
+            rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
+            self.log_file.write(json.dumps(rounded).encode() + b"\n")
+            self.log_file.flush()
+            # (times.jsonl is not cut on resume: what was done twice stands there twice.)
+            with open(self.folder / "times.jsonl", "a") as file:
+                print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
+        if self.team:
+            numbers = {f"{line['stage']}/{k}": v for k, v in line.items()
+                       if isinstance(v, int | float) and k != "step"}  # fmt: skip
+            self.team.log(numbers, step=self.lines)
+        self.lap, self.lines = {}, self.lines + 1
         if self.skipped == 3:
             raise SystemExit(
                 f"stopped at {line['stage']} step {line['step']}: three steps in a row had no "
@@ -279,51 +503,128 @@ class Run:
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
+        """Time a part of the story, which all processes begin together: one that does not come
+        within --timeout is named. Any error on the way says whose it is, and where."""
+        began, before, self.doing = time.perf_counter(), self.doing, name
+        try:
+            if self.side:
+                dist.monitored_barrier(self.side, self.timeout, wait_all_ranks=True)
+            yield
+        except Exception as error:
+            error.add_note(self.place())
+            raise
+        self.doing = before
         self.spent({name: time.perf_counter() - began})
+
+    def place(self) -> str:
+        return f"process {self.rank} of {self.n}, at `{self.doing}`, {self.now}"
 
     def spent(self, seconds: dict[str, float]) -> None:
         for sums in (self.state["seconds"], self.lap):
             sums |= {name: round(sums.get(name, 0.0) + s, 3) for name, s in seconds.items()}
 
-    def open(self, config: Config, start: str | Path, lr: float, betas: tuple, device):
-        """(policy, optimizer) of this stage: from its checkpoint, or from `start` if it is new."""
-        checkpoint = self.state["checkpoint"]
-        policy = load_policy(self.folder / checkpoint if checkpoint else start, device)
-        if config.activation_checkpointing:
-            policy.model.activation_checkpointing_enable()
-        optimizer = torch.optim.AdamW(policy.model.parameters(), lr, betas, weight_decay=0.0)
-        if checkpoint:
-            saved = torch.load(self.folder / checkpoint / "optimizer.pt", weights_only=True)
-            optimizer.load_state_dict(saved)
-        return policy, optimizer
+    def open(self, config: Config, stage: str, start: str | Path, lr: float, betas: tuple, device):
+        """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
+        The policy learns, cut over all processes; the actor plays."""
+        with self.clock("load"):
+            policy = load_policy(start, device, config.max_pixels or None)
+            if config.freeze_vision in (stage, "both"):
+                freeze_vision(policy)
+            actor = actor_of(policy)
+            if config.activation_checkpointing:
+                policy.model.activation_checkpointing_enable()
+            shard(policy)
+            learnt = [p for p in policy.model.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(learnt, lr, betas, weight_decay=0.0)
+            if self.state["checkpoint"]:
+                self.restore(policy, optimizer, self.state["checkpoint"])
+            sync(policy, actor)
+        return policy, actor, optimizer
 
     def steps_left(self, steps: int) -> range:
         """Of stage 2; none once it is over."""
         return range(self.state["step"] if self.state["stage"] == "rl" else steps, steps)
 
     def save(self, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Each process writes its own part of the weights and moments."""
         name = f"checkpoint-{self.state['stage']}-{step}"
-        shutil.rmtree(self.folder / name, ignore_errors=True)  # a half-written one, from a kill
-        policy.save(self.folder / name)
-        torch.save(optimizer.state_dict(), self.folder / name / "optimizer.pt")
-        self.update(step=step, checkpoint=name)
+        if self.first:  # a half-written one, from a kill
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        with self.clock("save"), quiet():
+            dcp.save(training_state(policy, optimizer), checkpoint_id=self.folder / name)
+        best = self.state["best"]
+        if self.first and self.state["stage"] == "rl":
+            since = [x["reward"] for x in self.log_lines("rl") if x["step"] > self.state["step"]]
+            reward = sum(since) / max(len(since), 1)
+            if best is None or reward > best["reward"]:
+                best = {"checkpoint": name, "step": step, "reward": reward}
+        kept = [k for k in self.state["kept"] if k != name] + [name]
+        self.update(step=step, checkpoint=name, kept=kept[-self.keep :], best=gathered(best)[0])
+
+    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """The parts are fetched by name, whoever wrote them: on any number of processes."""
+        with quiet():
+            dcp.load(training_state(policy, optimizer), checkpoint_id=self.folder / name)
 
     def update(self, **changes) -> None:
         """Replace state.json; checkpoints that it no longer names are then deleted."""
-        self.state |= {"log_bytes": self.log_file.tell()} | changes
+        self.state |= changes
+        if not self.first:
+            return
+        self.state["log_bytes"] = self.log_file.tell()
         write_json(self.folder / "state.json", self.state)
+        best = self.state["best"] or {}
         for folder in self.folder.glob("checkpoint-*"):
-            if folder.name != self.state["checkpoint"]:
+            if folder.name not in (*self.state["kept"], best.get("checkpoint")):
                 shutil.rmtree(folder)
 
-    def end_stage(self, policy: Policy, metrics: dict, following: str) -> None:
+    def end_stage(self, actor: Policy, metrics: dict, following: str) -> None:
         """Export the stage's policy and go on to the next stage, with a fresh optimiser."""
         stage, self.lap = self.state["stage"], {}
-        policy.save(self.folder / stage)
+        with self.clock("export"):
+            if self.first:
+                actor.save(self.folder / stage)
         self.state["stages"][stage] = metrics
-        self.update(stage=following, step=0, checkpoint=None)
+        self.update(stage=following, step=0, checkpoint=None, kept=[])
+
+    def export_best(self, policy: Policy, actor: Policy, optimizer, steps: int) -> None:
+        """rl-best/: the checkpoint with the best mean reward of the steps since the one before,
+        unless the run ended with it."""
+        best = self.state["best"]
+        with self.clock("export"):
+            if best and best["step"] < steps:
+                self.restore(policy, optimizer, best["checkpoint"])
+                sync(policy, actor)
+                if self.first:
+                    actor.save(self.folder / "rl-best")
+        self.update(best=None)
+
+    def world(self, config: Config, policy: Policy):
+        """Made once; public data are read through, row by row, to find what cannot be used."""
+        if self._world is None:
+            made = data_world(config, policy, self.folder) if config.rl_data else toy_world(config)
+            self._world = made
+        return self._world
+
+
+def training_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
+    """Weights and moments under their names: what a checkpoint holds, and where it is read into."""
+    moments = {}
+    for name, p in policy.model.named_parameters():
+        if p.requires_grad:
+            if not optimizer.state[p]:
+                zeros = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
+            moments[name] = optimizer.state[p]
+    return {"weights": policy.model.state_dict(), "moments": moments}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A checkpoint of one process is meant to be one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is not initialized.*|.*single process.*")
+        yield
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -333,41 +634,120 @@ def write_json(path: Path, value: dict) -> None:
     os.replace(part, path)
 
 
-def measure_policy(run: Run, config: Config, policy: Policy, out: Path | None = None) -> dict:
-    """The toy's yardstick: the same questions and the same sampling seed for every run. At
-    temperature 1 shares mirror the policy; greedy decoding shows only its likeliest routes."""
+# Questions, and who judges
+
+
+@dataclass
+class World:
+    questions: Callable[[int], list[Sample]]  # this process's share of a step's questions
+    measured: Sequence[Sample]  # those of the evaluation
+    judge: Judge
+    examiner: Judge  # the judge of the evaluation: never the same model and prompt
+
+
+def toy_world(config: Config) -> World:
+    def questions(step: int) -> list[Sample]:
+        return mine(toy_questions(config.questions, f"{config.seed}-{step}", config.shortcut))
+
+    measured = load_toy(config.eval_questions, shortcut=config.shortcut)
+    return World(questions, measured, BoxJudge(), BoxJudge())
+
+
+def data_world(config: Config, policy: Policy, folder: Path) -> World:
+    """--rl-data: a few questions held out for the evaluation, epochs over the others."""
+
+    def fits(sample: Sample) -> None:
+        check_fits(policy, sample, policy.encode_prompt(sample, pixels=False), rules(config))
+
+    data = load_rl(config.rl_data, config.on_bad, fits)
+    tell_skipped(data, data.skipped, folder / "skipped-rl.jsonl")
+    held = min(config.eval_questions, max(1, len(data) // 10))
+    everything = shuffled(len(data), len(data), f"held out {config.seed}")(0)
+    own, measured = everything[held:], [data[i] for i in everything[:held]]
+    if len(own) < config.questions:
+        raise SystemExit(
+            f"--questions {config.questions} a step, but {config.rl_data} has {len(data)} usable "
+            f"ones, {held} of them held out: lower --questions or --eval-questions"
+        )
+    order = shuffled(len(own), config.questions, config.seed)
+
+    def questions(step: int) -> list[Sample]:
+        return [data[own[i]] for i in mine(order(step))]
+
+    asked = dict(url=config.judge_url, model=config.judge_model, cache=folder / "judge")
+    return World(questions, measured, ChatJudge(**asked), ChatJudge(**asked, prompt="evaluation"))
+
+
+def tell_skipped(usable: Sequence, skipped: list, path: Path) -> None:
+    """loaded + skipped = total, with a reason for each row that was."""
+    total = len(usable) + len(skipped)
+    print(f"{len(usable)} of {total} rows loaded, {len(skipped)} skipped ({path.name})")
+    if processes()[0] == 0:
+        lines = [json.dumps(row._asdict(), ensure_ascii=False) + "\n" for row in skipped]
+        path.write_text("".join(lines))
+
+
+def measure_policy(run: Run, config: Config, actor: Policy, out: Path | None = None) -> dict:
+    """The same questions and the same sampling seed for every run. On the toy at temperature 1,
+    where shares mirror the policy; greedy decoding shows only its likeliest routes."""
     with run.clock("evaluation"):
-        questions = load_toy(config.eval_questions, shortcut=config.shortcut)
-        yardstick = replace(rules(config), temperature=1.0)
-        return evaluate(policy, questions, BoxJudge(), rules=yardstick, out=out)[0]
+        if not run.first:
+            return {}
+        world = run.world(config, actor)
+        yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)
+        return evaluate(actor, world.measured, world.examiner, rules=yardstick, out=out)[0]
+
+
+# The two stages
+
+
+def demonstration_rows(run: Run, config: Config, policy: Policy):
+    """(n, rows_at, held_out): how many demonstrations there are to learn from, the rows of some of
+    them, and the rows of those that only measure."""
+    if config.sft_data:
+        demos, skipped = load_thyme(
+            policy, config.sft_data, config.train_rounds, rules(config), config.on_bad
+        )
+        tell_skipped(demos, skipped, run.folder / "skipped-sft.jsonl")
+        n = len(demos) - min(100, len(demos) // 10)
+
+        def rows_at(indices: list[int]) -> list[Row]:
+            return rows_of(policy, [demos[i] for i in indices])
+
+        return n, rows_at, rows_at(mine(range(n, len(demos))))
+    demos = demonstrations(config.sft_demos + 100, config.seed)
+    played = replay_all(policy, demos, rules(config))
+    bar = tqdm(played, desc="playing demonstrations", total=len(demos), mininterval=5)
+    whole = [t for t in bar if t.ended == "answered"]  # others do not fit: never cut
+    if len(whole) < len(demos):
+        print(f"{len(demos) - len(whole)} of {len(demos)} demonstrations are too long")
+    rows = rows_of(policy, whole)
+    return len(rows) - 100, lambda indices: [rows[i] for i in indices], mine(rows[-100:])
 
 
 def stage_1(run: Run, config: Config, device: torch.device) -> None:
     """SFT: imitate demonstrations, the mean log-probability of their acted tokens."""
-    policy, optimizer = run.open(config, config.model, config.sft_lr, (0.9, 0.98), device)
-    if config.sft_steps:
+    policy, actor, optimizer = run.open(
+        config, "sft", config.model, config.sft_lr, (0.9, 0.98), device
+    )
+    steps = config.sft_steps
+    if steps:
         with run.clock("demonstrations"):
-            demos = demonstrations(config.sft_demos + 100, config.seed)
-            played = replay_all(policy, demos, rules(config))
-            bar = tqdm(played, desc="playing demonstrations", total=len(demos), mininterval=5)
-            whole = [t for t in bar if t.ended == "answered"]  # others do not fit: never cut
-            if len(whole) < len(demos):
-                print(f"{len(demos) - len(whole)} of {len(demos)} demonstrations are too long")
-            rows = rows_of(policy, whole)
-            rows, held_out = rows[:-100], rows[-100:]
-            order = shuffled(len(rows), config.sft_batch, config.seed)
+            n, rows_at, held_out = demonstration_rows(run, config, policy)
+        batch = min(config.sft_batch, n)
+        order = shuffled(n, batch, config.seed)
+        steps = math.ceil(config.sft_epochs * n / batch) if steps < 0 else steps
 
-    def packed(rows: list[Row]) -> list[list[Row]]:  # the micro-batches of this process
-        split = parts(mine(rows))
-        return [batch for part in split for batch in micro_batches(part, config.row_tokens)]
+    def packed(rows: list[Row]) -> list[list[Row]]:
+        return [b for part in parts(rows) for b in micro_batches(part, config.row_tokens)]
 
-    def rate(i: int) -> float:  # ten steps of warm-up, then down to 2 %
-        left = 1 - 0.98 * (i + 1) / config.sft_steps
-        return config.sft_lr * min(1.0, (i + 1) / 10) * left
+    def rate(i: int) -> float:  # up, then down to 2 %
+        left = 1 - 0.98 * (i + 1) / steps
+        return config.sft_lr * min(1.0, (i + 1) / max(1, round(config.sft_warmup * steps))) * left
 
     def after(i: int, loss: float, grad_norm: float | None) -> None:
         line = {"stage": "sft", "step": i + 1, "loss": loss, "grad_norm": grad_norm}
-        if (i + 1) % 50 == 0:
+        if (i + 1) % 50 == 0 and sum(gathered(len(held_out))):
             line["held_out"] = -mean_logp(policy, packed(held_out), learn=False)
         run.log(line)
         if (i + 1) % config.save_every == 0:
@@ -375,28 +755,72 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
 
     with run.clock("sft"):
         imitate(
-            policy, optimizer, lambda i: packed([rows[k] for k in order(i)]), config.sft_steps,
-            rate, start=run.state["step"], after=after,
+            policy, optimizer, lambda i: packed(rows_at(mine(order(i)))), steps, rate,
+            start=run.state["step"], after=after,
         )  # fmt: skip
-    run.end_stage(policy, measure_policy(run, config, policy), following="rl")
+    sync(policy, actor)
+    run.end_stage(actor, measure_policy(run, config, actor), following="rl")
 
 
-def report_step(run, config, step, groups, rewards, learnt, tally, seconds) -> None:
+def report_step(run, config, world, step, groups, rewards, learnt, tally, seconds) -> None:
     """One line of the log and one on the screen; every name is in the README's glossary."""
     judged = rewards  # what training does not pay for is measured all the same
     if config.reward != "tapo":
-        judged = score(groups, "tapo", BoxJudge(), weights(config), random.Random(0))
+        judged = score(groups, "tapo", world.judge, weights(config), random.Random(0))
+    if run.n > 1:
+        own = ([[light(t) for t in group] for group in groups], rewards, judged)
+        groups, rewards, judged = (merged(gathered(x)) for x in own)
+        counts = [{k: v for k, v in t.items() if "_seconds" not in k} for t in gathered(tally)]
+        tally = tally | sum(map(Counter, counts), Counter())
     played, flat = ([x for group in nested for x in group] for nested in (groups, judged))
     seen = rates(played, flat)
     line = {"stage": "rl", "step": step} | summary(groups, rewards) | learnt
     line["useful_calls"] = sum((s or 0) > 0 for r in flat for s in r.steps) / len(flat)
     line |= {name: seen[name] for name in ("tool_use", "faithful", "crop_area", "error_rate")}
     line |= {name: n for name, n in tally.items() if not name.endswith("_seconds")}
-    shown = ("answer", "tools", "tool_use", "faithful", "calls", "kl", "grad_norm")
-    words = [f"{name} {line[name]:.3f}" for name in shown if line[name] is not None]
-    print(f"step {step:>4}", *words, f"{seconds:.1f} s", sep="  ", flush=True)
+    shown = ("reward", "answer", "tools", "tool_use", "faithful", "calls", "kl", "grad_norm")
+    words = [f"{name} {line[name]:6.3f}" if line[name] is not None else f"{name}      -"
+             for name in shown]  # fmt: skip
+    tqdm.write("  ".join([f"step {step:>4}", *words, f"{seconds:6.1f} s"]))
     run.spent({k.removesuffix("_seconds"): v for k, v in tally.items() if k.endswith("_seconds")})
     run.log(line)
+    if run.first and step % config.transcript_every == 0:
+        folder = run.folder / "transcripts"
+        folder.mkdir(exist_ok=True)
+        (folder / f"step-{step:05}.txt").write_text(transcript(groups[0][0], rewards[0][0]))
+
+
+def transcript(trajectory: Trajectory, reward: Reward) -> str:
+    """One episode to read. Pictures are told by their size, and by where they were cut out."""
+    sample = trajectory.sample
+    lines = [f"{sample.id}, {sample.kind}, {sample.image.width} x {sample.image.height} pixels",
+             sample.question, *sample.options]  # fmt: skip
+    for step in trajectory.steps:
+        lines += ["", "--- policy", step.text]
+        if step.observation is not None:
+            seen = step.observation
+            lines += ["", "--- sandbox", *filter(None, [seen.text, seen.error, *seen.notes])]
+            lines += [f"[picture {image.width} x {image.height}, of {box or 'no pure crop'}]"
+                      for image, box in zip(seen.images, seen.boxes)]  # fmt: skip
+    lines += ["", f"--- ended: {trajectory.ended}. answer {trajectory.answer!r}, reference "
+              f"{sample.answer!r}", str(reward), ""]  # fmt: skip
+    return "\n".join(lines)
+
+
+def light(trajectory: Trajectory) -> Trajectory:
+    """Without pixels, which the report does not need: what one process tells the others."""
+
+    def outline(image) -> SimpleNamespace:
+        return SimpleNamespace(size=image.size, width=image.width, height=image.height)
+
+    sample, steps = copy.copy(trajectory.sample), []
+    object.__setattr__(sample, "image", outline(sample.image))
+    for step in trajectory.steps:
+        seen = step.observation
+        if seen is not None:
+            seen = replace(seen, images=[outline(image) for image in seen.images])
+        steps.append(replace(step, observation=seen))
+    return replace(trajectory, sample=sample, steps=steps, images=[])
 
 
 def report_run(run: Run, config: Config) -> None:
@@ -411,17 +835,35 @@ def report_run(run: Run, config: Config) -> None:
     print(f"\n{table(columns)}\n\n{page}\n{run.folder / 'summary.json'}")
 
 
+def assemble(config: Config) -> Accelerator:
+    """The processes of this run, as `torchrun` or `accelerate launch` started them. Only process 0
+    speaks; errors of the others are still heard."""
+    wait = InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))
+    tracker = None if config.tracker == "none" else config.tracker
+    cpu = "WORLD_SIZE" in os.environ and not torch.cuda.is_available()  # else it sees one process
+    team = Accelerator(cpu=cpu, log_with=tracker, project_dir=config.out, kwargs_handlers=[wait])
+    if config.questions < team.num_processes:
+        raise SystemExit(f"--questions {config.questions} for {team.num_processes} processes: "
+                         f"every one needs at least one")  # fmt: skip
+    if tracker:
+        team.init_trackers("codev", asdict(config))
+    if not team.is_main_process:
+        sys.stdout = open(os.devnull, "w")
+        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
+    return team
+
+
 def main() -> None:
     config = parse_config()
     disable_progress_bar()  # of transformers, which would show one for every small checkpoint
     torch.set_num_threads(config.threads or torch.get_num_threads())
     if config.preset == "tiny-base":
         return pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
-    accelerator = Accelerator()
-    if accelerator.num_processes > 1:
-        raise SystemExit("one process, please: training on several is not here yet")
-    device = accelerator.device
-    run = Run(config)
+    team = assemble(config)
+    device, run = team.device, Run(config, team)
+    if run.n > 1:  # torchrun ends the others when one has died
+        told = lambda *_: sys.exit(f"ended from outside: {run.place()}")  # noqa: E731
+        signal.signal(signal.SIGTERM, told)
 
     # Stage 1, SFT. Speak the format.                                         sft.py
     if run.state["stage"] == "sft":
@@ -429,23 +871,28 @@ def main() -> None:
 
     # Stage 2, TAPO. Look where the evidence is.
     sft = run.folder / "sft"
-    policy, optimizer = run.open(config, sft, config.rl_lr, (0.9, 0.95), device)
+    policy, actor, optimizer = run.open(config, "rl", sft, config.rl_lr, (0.9, 0.95), device)
     compared = config.beta > 0 or config.ratio_anchor == "ref"
-    reference = load_policy(sft, device) if compared else None
+    reference = load_policy(sft, device, config.max_pixels or None) if compared else None
+    if compared:
+        shard(reference)
+    world, watch = run.world(config, actor), VerdictWatch()
 
-    for step in run.steps_left(config.rl_steps):
+    for step in tqdm(run.steps_left(config.rl_steps), "rl", mininterval=5):
         began, tally, key = time.perf_counter(), Counter(), f"{config.seed}-{step}"
         torch.manual_seed(random.Random(f"sampling {key}").getrandbits(63))
-        questions = toy_questions(config.questions, key, config.shortcut)
+        questions = world.questions(step)
 
         # 1. Act. K rollouts of every question, tool calls and all.           rollout.py, Eq. 2
         with run.clock("act"):
-            groups = play(policy, questions, config.rollouts, rules(config), tally)
+            sync(policy, actor)
+            groups = play(actor, questions, config.rollouts, rules(config), tally)
 
         # 2. Judge. Was it right, and did the tools show the evidence?        rewards.py, Eqs. 5, 6
         with run.clock("judge"):
             rng = random.Random(f"reward {key}")
-            rewards = score(groups, config.reward, BoxJudge(), weights(config), rng)
+            rewards = score(groups, config.reward, world.judge, weights(config), rng)
+            watch(merged(gathered(rewards)), world.judge)
 
         # 3. Compare. Each rollout against the others of its own question.    grpo.py
         total = torch.tensor([[r.total or 0.0 for r in group] for group in rewards])  # [G, K]
@@ -456,18 +903,26 @@ def main() -> None:
         for group in optimizer.param_groups:
             group["lr"] = config.rl_lr * min(1.0, (step + 1) / 5)
         with run.clock("learn"):
-            learnt = learn(policy, optimizer, groups, advantage, reference, objective(config))
+            turns = [[r.turns for r in group] for group in rewards]
+            learnt = learn(
+                policy, optimizer, groups, advantage, reference, objective(config), turns
+            )
+            optimizer.zero_grad()  # their memory is the next cache's
 
         # 5. Report. Where did it look, and what did it cost?                 faithfulness.py
         seconds = time.perf_counter() - began
-        report_step(run, config, step + 1, groups, rewards, learnt, tally, seconds)
+        report_step(run, config, world, step + 1, groups, rewards, learnt, tally, seconds)
         if (step + 1) % config.save_every == 0:
             run.save(policy, optimizer, step + 1)
 
     if run.state["stage"] == "rl":
-        metrics = measure_policy(run, config, policy, out=run.folder)
-        run.end_stage(policy, metrics, following="done")
-    report_run(run, config)
+        sync(policy, actor)
+        metrics = measure_policy(run, config, actor, out=run.folder)
+        run.end_stage(actor, metrics, following="done")
+    run.export_best(policy, actor, optimizer, config.rl_steps)
+    if run.first:
+        report_run(run, config)
+    team.end_training()
 
 
 if __name__ == "__main__":

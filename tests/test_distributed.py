@@ -53,7 +53,7 @@ class Still(torch.optim.SGD):
 
 def torchrun(*words, n=2, **kwargs):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(n),
-               "--master_port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # fmt: skip
+               "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # fmt: skip
     quiet = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, *map(str, words)], cwd=ROOT, env=quiet, capture_output=True, text=True,
