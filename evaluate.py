@@ -54,11 +54,14 @@ import os
 import random
 import re
 import string
+import subprocess
+import sys
 import textwrap
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -1039,6 +1042,175 @@ def _lines(text: str, width: int = 38, most: int = 16) -> str:
     return "\n".join(lines).replace("$", r"\$")
 
 
+# The study: what does each reward teach?
+
+WORLDS = {"guessing pays": 1.0, "looking pays": 0.5}  # --shortcut
+STUDIED = ("tapo", "tool_bonus", "deepeyes", "codedance", "thyme", "accuracy", "random")
+SHOWN = ("accuracy", "ood_accuracy", "tool_use", "faithful", "crop_area", "error_rate")
+QUICK = (("tapo", "tool_bonus", "accuracy"), ("guessing pays",), (0,))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of train.py in a folder of the study. Stage 2 starts from its seed's SFT model."""
+
+    reward: str  # a key of REWARDS; "zero-rl", TAPO from the base model; "sft", stage 1 alone
+    world: str  # a key of WORLDS
+    seed: int
+    lambda_tool: float = 0.2
+
+    @property
+    def name(self) -> str:
+        swept = "" if self.lambda_tool == 0.2 else f"-lambda-{self.lambda_tool:g}"
+        return f"{self.reward}{swept}-{self.world.split()[0]}-{self.seed}"
+
+    def command(self, study: Path) -> list[str]:
+        """What a reader may type as well. A run that was cut off goes on where it was."""
+        folder, python = study / self.name, [sys.executable, "train.py"]
+        if (folder / "state.json").exists():
+            return [*python, "--resume", str(folder)]
+        begin = ["--sft-steps", "0", "--model", f"{study}/sft-guessing-{self.seed}/sft"]
+        special = {"sft": ["--rl-steps", "0"], "zero-rl": ["--sft-steps", "0"]}
+        return [
+            *python, *special.get(self.reward, [*begin, "--reward", self.reward]),
+            "--seed", str(self.seed), "--shortcut", str(WORLDS[self.world]), "--eval-every", "10",
+            "--lambda-tool", str(self.lambda_tool), "--out", str(folder),
+        ]  # fmt: skip
+
+    def run(self, study: Path) -> None:
+        folder = study / self.name
+        if not (folder / "summary.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(study / f"{self.name}.txt", "a") as heard:
+                code = subprocess.run(self.command(study), stdout=heard, stderr=heard).returncode
+            if code:
+                raise RuntimeError(f"{self.name} ended with {code}; its words: {heard.name}")
+
+
+def study_rewards(study: Path, quick: bool) -> dict:
+    """Every reward in both worlds, three seeds, from the same SFT models; study.json, two figures.
+
+    Runs side by side, one thread each, one a core. Finished runs are not run again.
+    """
+    rewards, worlds, seeds = QUICK if quick else (STUDIED, tuple(WORLDS), (0, 1, 2))
+    home = "guessing pays"
+    stage_1 = [Job("sft", home, seed) for seed in seeds]
+    stage_2 = [Job(r, w, s) for s in seeds for w in worlds for r in rewards]
+    if not quick:
+        stage_2 += [Job("zero-rl", home, seed) for seed in seeds]
+        stage_2 += [Job("tapo", home, 0, weight) for weight in (0.1, 0.4)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        bar = tqdm(total=len(stage_1) + len(stage_2), desc="runs")
+        for stage in (stage_1, stage_2):
+            for job in as_completed([pool.submit(job.run, study) for job in stage]):
+                job.result()
+                bar.update()
+    found = {"runs": {job.name: result(job, study) for job in stage_1 + stage_2}}
+    found["table"] = rewards_table([*found["runs"].values()])
+    (study / "study.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    runs = list(found["runs"].values())
+    draw_study(runs, CURVES, study / "study.png")
+    draw_study(runs, PARTS, study / "study_parts.png")
+    return found
+
+
+def result(job: Job, study: Path) -> dict:
+    """What is kept of a run: where it started, where it ended, and every tenth step between."""
+    folder = study / job.name
+    stages = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["stages"]
+    log = [json.loads(line) for line in open(folder / "log.jsonl", encoding="utf-8")]
+    steps = [e for e in log if e["stage"] == "rl"]
+    curve = []
+    for i in range(0, len(steps), 10):
+        block = steps[i : i + 10]  # 10 steps of rollouts in training tell more than one evaluation
+        names = [k for k, v in block[0].items() if isinstance(v, (int, float)) and k != "step"]
+        means = {k: mean_of([e[k] for e in block]) for k in names}
+        tested = [e for e in log if e["stage"] == "evaluation" and e["step"] == block[-1]["step"]]
+        curve.append(
+            {"step": block[-1]["step"], **means, "evaluation": tested[0] if tested else None}
+        )
+    start, end = (
+        {k: v for k, v in stages[s].items() if isinstance(v, int | float)} for s in ("sft", "rl")
+    )
+    return {**asdict(job), "routes": routes(start), "start": start, "end": end, "curve": curve}
+
+
+def routes(m: dict) -> dict[str, dict[str, float | None]]:
+    """What each way of dealing with a search question pays: its share, and its accuracy, which is
+    P(right | route) = P(route | right) P(right) / P(route)."""
+    return {
+        route: {
+            "share": m[name],
+            "accuracy": m[name] and m[f"{name}_given_correct"] * m["search_accuracy"] / m[name],
+        }
+        for route, name in (("right crop", "faithful"), ("careless crop", "unfaithful"),
+                            ("direct answer", "no_tool"))
+    }  # fmt: skip
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """world -> reward -> number -> its value at the end in every seed. "start" stands for SFT."""
+    table: dict = {}
+    for run in (run for run in runs if run["lambda_tool"] == 0.2):
+        world = table.setdefault(run["world"], {})
+        rows = [("start", run["start"])] if run["reward"] == "tapo" else []
+        rows += [(run["reward"], run["end"])] if run["reward"] != "sft" else []
+        for reward, metrics in rows:
+            for name in SHOWN:
+                world.setdefault(reward, {}).setdefault(name, []).append(metrics[name])
+    return table
+
+
+def rewards_markdown(table: dict) -> str:
+    """The table of the study as the README shows it: mean (lowest to highest seed)."""
+    lines = []
+    for world, rewards in table.items():
+        lines += [f"{world}:", "", f"| | {' | '.join(ROWS[name] for name in SHOWN)} |",
+                  "|---" * (len(SHOWN) + 1) + "|"]  # fmt: skip
+        for reward, numbers in rewards.items():
+            cells = [[v for v in numbers[name] if v is not None] for name in SHOWN]
+            texts = [f"{fmean(c):.2f} ({min(c):.2f}–{max(c):.2f})" if c else "" for c in cells]
+            lines.append(f"| {reward} | {' | '.join(texts)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+# The paper's Fig. 6 in our metrics, and its Figs. 9 and 10
+CURVES = {"tool use": "tool_use", "faithful": "faithful"}
+PARTS = {"answer reward": "answer", "tool reward": "tools", "format reward": "format",
+               "tokens per step": "generated_tokens", "calls per rollout": "calls"}  # fmt: skip
+
+
+def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None:
+    """A row a world, a column a number, a line a reward: the mean of its seeds, and their range."""
+    worlds = list(dict.fromkeys(run["world"] for run in runs))
+    told = (run["reward"] for run in runs if run["curve"] and run["reward"] != "zero-rl")
+    rewards = list(dict.fromkeys(told))
+    size = (3.2 * len(panels) + 1, 3 * len(worlds) + 0.6)
+    figure = Figure(figsize=size, layout="constrained")
+    for row, world in zip(figure.subplots(len(worlds), len(panels), squeeze=False), worlds):
+        for axes, (label, name) in zip(row, panels.items()):
+            for i, reward in enumerate(rewards):
+                own = [r["curve"] for r in runs if (r["reward"], r["world"], r["lambda_tool"])
+                       == (reward, world, 0.2)]  # fmt: skip
+                if own:
+                    steps = [point["step"] for point in own[0]]
+                    values = [[point[name] for point in points] for points in zip(*own)]
+                    style = {"color": COLORS[i % 6], "linestyle": LINES[i % 6]}
+                    axes.plot(steps, list(map(fmean, values)), **style, label=reward)
+                    axes.fill_between(steps, [*map(min, values)], [*map(max, values)],
+                                      color=COLORS[i % 6], alpha=0.12)  # fmt: skip
+            axes.set(title=f"{world}: {label}", xlabel="training step")
+            axes.grid(alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=120)
+
+
 # Command line
 
 
@@ -1083,6 +1255,8 @@ FLAGS = dict(
                  ": play again while tools show these (Table 6)"),
     ablation=dict(action="store_true", help="play again without tools; what was each call worth?"),
     compare=dict(metavar="RUN", nargs="+", help="folders with summary.json, side by side"),
+    study=dict(choices=("rewards",), help="train with every reward, in both worlds, three seeds"),
+    quick=dict(action="store_true", help="of the study: three rewards, one world, one seed"),
     film=dict(metavar="RUN", help="draw an episode of this folder as --out/film.png"),
     episode=dict(type=int, help="its number; else the first that is right and faithful"),
 )  # fmt: skip
@@ -1117,7 +1291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, about in FLAGS.items():
         parser.add_argument("--" + name.replace("_", "-"), **about)
     args = parser.parse_args(argv)
-    if not (args.model or args.compare or args.film):
+    if not (args.model or args.compare or args.film or args.study):
         return parser.print_help()
     usual = TOY if args.bench == "toy" else OTHERS
     usual = usual | {"temperature": float(args.avg_at > 1)}
@@ -1127,6 +1301,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.film:
             return print(draw_film(args))
+        if args.study:
+            found = study_rewards(args.out, args.quick)
+            return print(rewards_markdown(found["table"]), args.out / "study.json", sep="\n")
         if args.compare:
             return compare_runs(args.compare, args.out)
         check(args)

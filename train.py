@@ -158,7 +158,9 @@ class Config:
     sandbox_seconds: float = knob(10.0, "thyme", "wall-clock limit of one program")
     allow_weak_sandbox: bool = knob(False, "ours", "run model-written code although this system "
                                     "cannot confine it fully")
-    eval_questions: int = knob(256, "ours", "questions of the evaluation, held out of --rl-data (a "
+    eval_every: int = knob(0, "ours", "steps between two small evaluations on the way, of every "
+                           "fourth question; 0: none")
+    eval_questions: int = knob(512, "ours", "questions of the evaluation, held out of --rl-data (a "
                                "tenth of it at most); toy: and half as many against the prior")
 # fmt: on
 
@@ -166,8 +168,8 @@ class Config:
 PRESETS = {
     # ours throughout: measured on the toy, with no claim beyond it
     "toy": dict(
-        threads=1, max_pixels=0, freeze_vision="none", sft_steps=500, sft_batch=32, sft_lr=4e-3,
-        sft_warmup=0.02, rl_steps=120, questions=12, turns=3, max_new_tokens=32, max_length=1024,
+        threads=1, max_pixels=0, freeze_vision="none", sft_steps=320, sft_batch=32, sft_lr=4e-3,
+        sft_warmup=0.03, rl_steps=100, questions=12, turns=3, max_new_tokens=32, max_length=1024,
         max_log_chars=96, rl_lr=7.5e-5, kv_budget_gb=1.0, patience=60.0,
         activation_checkpointing=False,
     ),
@@ -250,7 +252,7 @@ def check(config: Config) -> None:
     least = dict(sft_steps=-1, rl_steps=0, keep=1, timeout=1, transcript_every=1, max_pixels=0,
                  sft_epochs=1e-9, sft_warmup=0, step_credit=0, questions=1, turns=1,
                  max_new_tokens=1, sft_batch=1, sft_demos=1, save_every=1, sandboxes=1,
-                 row_tokens=1, updates=1, eval_questions=4, threads=0, beta=0, eps=0,
+                 row_tokens=1, updates=1, eval_questions=4, threads=0, eval_every=0, beta=0, eps=0,
                  sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12, max_grad_norm=1e-12,
                  lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, patience=0,
                  max_log_chars=0)  # fmt: skip
@@ -478,7 +480,8 @@ class Run:
         """One line of log.jsonl. Nothing in it differs between two equal runs: the seconds of the
         step go to times.jsonl. Three skipped steps in a row end the run."""
         self.now = f"after {line['stage']} step {line['step']}"
-        self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
+        if "grad_norm" in line:
+            self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
         if self.first:
             rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
             self.log_file.write(json.dumps(rounded).encode() + b"\n")
@@ -689,17 +692,21 @@ def tell_skipped(usable: Sequence, skipped: list, path: Path) -> None:
         path.write_text("".join(lines))
 
 
-def measure_policy(run: Run, config: Config, actor: Policy, out: Path | None = None) -> dict:
+def measure_policy(
+    run: Run, config: Config, actor: Policy, out: Path | None = None, every: int = 1
+) -> dict:
     """The same questions and the same sampling seed for every run. On the toy at temperature 1,
     where shares mirror the policy; greedy decoding shows only its likeliest routes."""
     with run.clock("evaluation"):
         world, several = run.world(config, actor), {}
         yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)
-        if run.n > 1:  # each plays its part of the questions
+        if run.n > 1 and every == 1:  # each plays its part of the questions
             out = out or run.folder / "sft-episodes"
             several = dict(wave=math.ceil(len(world.measured) / run.n), processes=PartialState())
+        elif not run.first:
+            return {}
         how = dict(rules=yardstick, out=out) | several
-        return evaluate(actor, world.measured, world.examiner, **how)[0]
+        return evaluate(actor, world.measured[::every], world.examiner, **how)[0]
 
 
 # The two stages
@@ -916,6 +923,10 @@ def main() -> None:
         # 5. Report. Where did it look, and what did it cost?                 faithfulness.py
         seconds = time.perf_counter() - began
         report_step(run, config, world, step + 1, groups, rewards, learnt, tally, seconds)
+        if config.eval_every and (step + 1) % config.eval_every == 0:
+            sync(policy, actor)
+            seen = measure_policy(run, config, actor, every=4)
+            run.log({"stage": "evaluation", "step": step + 1} | seen)
         if (step + 1) % config.save_every == 0:
             run.save(policy, optimizer, step + 1)
 
