@@ -47,44 +47,43 @@ import time
 import traceback
 import warnings
 from dataclasses import asdict, dataclass, field
-from json import dumps, loads  # by name: code that patches json does not reach these
+from json import dumps, loads           # by name: code that patches json does not reach these
 
 import numpy as np
 from PIL import Image, ImageOps
 
-Box = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels
-THIN, SMALL, LARGE = 100, 28, 2048  # Qwen2.5-VL: aspect, shortest side; ours: longest side
+Box = tuple[int, int, int, int]         # x0, y0, x1, y1 in pixels
+THIN, SMALL, LARGE = 100, 28, 2048      # Qwen2.5-VL: aspect, shortest side; ours: longest side
 WALLS = {"files", "calls", "rights", "sizes", "disk"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    seconds: float = 10.0  # paper: wall clock of a call; then the worker is killed
-    start: float = 30.0  # wall clock of a worker's start; then the machine is to blame
-    memory: int = 2 << 30  # bytes of address space
-    file: int = 16 << 20  # bytes in one file
-    disk: int = 64 << 20  # bytes in the private folder
-    text: int = 20_000  # bytes of output per call
-    error: int = 300  # characters of an error message
-    images: int = 5  # paper: images per call
+    seconds: float = 10.0       # paper: wall clock of a call; then the worker is killed
+    start: float = 30.0         # wall clock of a worker's start; then the machine is to blame
+    memory: int = 2 << 30       # bytes of address space
+    file: int = 16 << 20        # bytes in one file
+    disk: int = 64 << 20        # bytes in the private folder
+    text: int = 20_000          # bytes of output per call
+    error: int = 300            # characters of an error message
+    images: int = 5             # paper: images per call
 
 
 @dataclass
 class Observation:
     """What one call showed."""
-
     text: str = ""
     images: list[Image.Image] = field(default_factory=list)
-    boxes: list[Box | None] = field(default_factory=list)  # in the input image; None: no crop
-    sources: list[str] = field(default_factory=list)  # "crop" (verified), file, figure, ...
+    boxes: list[Box | None] = field(default_factory=list)   # in the input image; None: no crop
+    sources: list[str] = field(default_factory=list)        # "crop" (verified), file, figure, ...
     error: str | None = None
     timed_out: bool = False
-    blocked: bool = False  # refused by the scan, never run
-    restarted: bool = False  # earlier variables are gone
-    environment: str | None = None  # our failure: never a red line
-    notes: list[str] = field(default_factory=list)  # one line per repair
+    blocked: bool = False                                   # refused by the scan, never run
+    restarted: bool = False                                 # earlier variables are gone
+    environment: str | None = None                          # our failure: never a red line
+    notes: list[str] = field(default_factory=list)          # one line per repair
     seconds: float = 0.0
-    red_lines: list[str] = field(default_factory=list)  # what a reward should punish
+    red_lines: list[str] = field(default_factory=list)      # what a reward should punish
 
 
 class Sandbox:
@@ -100,14 +99,13 @@ class Sandbox:
             raise RuntimeError(
                 f"cannot wall the code in: this machine has no {' and no '.join(missing)}. Use one "
                 "that has, or pass allow_weak=True (--allow-weak-sandbox) if the code may do to "
-                "your files whatever you may"
-            )
+                "your files whatever you may")
         if missing:
-            warnings.warn(f"weak sandbox: no {' and no '.join(missing)}")  # shown once
+            warnings.warn(f"weak sandbox: no {' and no '.join(missing)}")   # shown once
         self.walls = WALLS - set(missing.values())
         self.image = ImageOps.exif_transpose(image).convert("RGB")  # our own, to check crops with
         self.limits = limits
-        self.views = [((0, 0, *self.image.size), digest(self.image))]  # what was seen so far
+        self.views = [((0, 0, *self.image.size), digest(self.image))]   # what was seen so far
         self.socket: socket.socket | None = None
         self.started, self.closing = False, threading.Lock()
 
@@ -118,7 +116,7 @@ class Sandbox:
         self.close()
 
     def close(self) -> None:
-        with self.closing:  # closing twice is fine, even from two threads
+        with self.closing:              # closing twice is fine, even from two threads
             if self.socket:
                 self._end()
 
@@ -157,7 +155,7 @@ class Sandbox:
             with theirs:
                 born = self.server.ask({"fork": True}, theirs.fileno())
             self.pid, self.folder = born["pid"], born["folder"]
-            self.pidfd = os.pidfd_open(self.pid)  # a pid may be reused, this may not
+            self.pidfd = os.pidfd_open(self.pid)    # a pid may be reused, this may not
             setup = asdict(self.limits) | {"walls": list(self.walls), "shape": self.image.size}
             self.socket.settimeout(self.limits.start)
             self.socket.sendall(pack(setup) + self.image.tobytes())
@@ -173,13 +171,13 @@ class Sandbox:
         """Send the code, read the reply. Whatever goes wrong here costs the worker its life."""
         seconds, waited = self.limits.seconds, seconds_without_core(self.pid)
         deadline = time.monotonic() + seconds
-        key = os.urandom(8).hex()  # no reply made earlier can hold it
+        key = os.urandom(8).hex()                   # no reply made earlier can hold it
         try:
             signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
             self.socket.settimeout(seconds)
             self.socket.sendall(pack({"id": key, "code": code}))
             self._read_reply(seen, key, deadline)
-            signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP)  # no work between calls
+            signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP)    # no work between calls
         except TimeoutError:
             waited = seconds_without_core(self.pid) - waited
             seen.timed_out = True
@@ -201,13 +199,9 @@ class Sandbox:
             raise ValueError("wrong reply")
         for item in reply["images"]:
             (w, h), source = item["size"], item["source"]
-            if not (
-                type(w) is type(h) is int
-                and SMALL <= min(w, h)
-                and w * h <= LARGE * LARGE
-                and max(w, h) <= THIN * min(w, h)
-                and source in ("file", "figure", "show", "value")
-            ):
+            if not (type(w) is type(h) is int and SMALL <= min(w, h) and w * h <= LARGE * LARGE
+                    and max(w, h) <= THIN * min(w, h)
+                    and source in ("file", "figure", "show", "value")):
                 raise ValueError(f"wrong image {w}x{h}")
             raw = read(self.socket, w * h * 3, deadline, self._check_disk)
             image = Image.frombytes("RGB", (w, h), raw)
@@ -244,7 +238,7 @@ class Sandbox:
                 ready(self.pidfd, 10)
                 ended = self.server.ask({"reap": self.pid})["exit"]
             except (OSError, EOFError):
-                pass  # the server is gone, init has reaped
+                pass                                # the server is gone, init has reaped
             os.close(self.pidfd)
             remove(self.folder)
         channel.close()
@@ -253,7 +247,7 @@ class Sandbox:
             return None, "the sandbox server died"
         if not alone:
             return "RuntimeError: the process closed its channel", None
-        if ended == -signal.SIGKILL:  # the code cannot: kill is refused
+        if ended == -signal.SIGKILL:                # the code cannot: kill is refused
             return None, "the worker was killed from outside (out of memory?)"
         how = signal.Signals(-ended).name if ended < 0 else f"exit code {ended}"
         return f"RuntimeError: the process ended ({how})", None
@@ -264,7 +258,7 @@ def digest(image: Image.Image) -> bytes:
 
 
 def plain(text: object, limit: int) -> str:
-    return str(text)[:limit].encode("utf-8", "replace").decode()  # no tokenizer takes half a pair
+    return str(text)[:limit].encode("utf-8", "replace").decode()    # no tokenizer takes half a pair
 
 
 def one_line(text: object, limit: int) -> str:
@@ -289,7 +283,7 @@ def verified_box(original: Image.Image, shown: Image.Image, steps: object) -> Bo
     """
     if not isinstance(steps, list) or len(steps) > 8:
         return None
-    image, work = original, 4 * LARGE * LARGE  # pixels that we are willing to make for this
+    image, work = original, 4 * LARGE * LARGE       # pixels that we are willing to make for this
     (left, top), (right, bottom) = (0.0, 0.0), original.size
     try:
         for x0, y0, x1, y1, *resize in steps:
@@ -307,15 +301,11 @@ def verified_box(original: Image.Image, shown: Image.Image, steps: object) -> Bo
             sx, sy = (right - left) / w, (bottom - top) / h
             left, top, right, bottom = left + x0 * sx, top + y0 * sy, left + x1 * sx, top + y1 * sy
     except (TypeError, ValueError):
-        return None  # not even steps
+        return None             # not even steps
     if image.size != shown.size or image.tobytes() != shown.tobytes():
         return None
-    return (
-        math.floor(left + 1e-6),
-        math.floor(top + 1e-6),  # 127.9999999 is 128
-        math.ceil(right - 1e-6),
-        math.ceil(bottom - 1e-6),
-    )
+    return (math.floor(left + 1e-6), math.floor(top + 1e-6),        # 127.9999999 is 128
+            math.ceil(right - 1e-6), math.ceil(bottom - 1e-6))
 
 
 def seconds_without_core(pid: int) -> float:
@@ -329,8 +319,8 @@ def seconds_without_core(pid: int) -> float:
 
 def remove(folder: str) -> None:
     try:
-        os.rmdir(folder)  # a private tmpfs leaves it empty
-    except OSError:  # shutil.rmtree recurses, and the code may have nested deeply
+        os.rmdir(folder)        # a private tmpfs leaves it empty
+    except OSError:             # shutil.rmtree recurses, and the code may have nested deeply
         script = 'chmod -R u+rwx -- "$0"; rm -rf -- "$0"'
         subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL)
 
@@ -364,7 +354,7 @@ def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None)
 
 
 def read_json(sock: socket.socket, deadline: float = math.inf, watch=None, most=1 << 18) -> dict:
-    (size,) = struct.unpack(">I", read(sock, 4, deadline, watch))
+    size, = struct.unpack(">I", read(sock, 4, deadline, watch))
     if size > most:
         raise ValueError(f"a reply of {size} bytes")
     return loads(read(sock, size, deadline, watch))
@@ -384,34 +374,22 @@ class Server:
     def __init__(self):
         self.owner, self.lock = os.getpid(), threading.Lock()
         self.control, theirs = socket.socketpair()
-        environment = {
-            "PATH": "/usr/bin:/bin",
-            "LANG": "C.UTF-8",
-            "MPLBACKEND": "Agg",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "TMPDIR": tempfile.gettempdir(),
-        }
-        packages = [path for path in sys.path if path.endswith("-packages")]  # -I forgets some
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MPLBACKEND": "Agg",
+                       "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+                       "TMPDIR": tempfile.gettempdir()}
+        packages = [path for path in sys.path if path.endswith("-packages")]    # -I forgets some
         command = [sys.executable, "-I", os.path.abspath(__file__), "--server"]
         with theirs:
             self.process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *packages],
-                pass_fds=[theirs.fileno()],
-                cwd="/",
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+                [*command, str(theirs.fileno()), *packages], pass_fds=[theirs.fileno()], cwd="/",
+                env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                start_new_session=True)
         try:
             read_json(self.control, time.monotonic() + 120)
         except (OSError, EOFError) as problem:
             self.process.kill()
-            raise RuntimeError(
-                "the sandbox server did not start, its error is printed above; "
-                "does `python -c 'import numpy, PIL'` work?"
-            ) from problem
+            raise RuntimeError("the sandbox server did not start, its error is printed above; "
+                               "does `python -c 'import numpy, PIL'` work?") from problem
 
     def ask(self, request: dict, *descriptors: int) -> dict:
         with self.lock:
@@ -419,7 +397,7 @@ class Server:
                 socket.send_fds(self.control, [pack(request)], descriptors)
                 return read_json(self.control, time.monotonic() + 60)
             except (OSError, EOFError):
-                self.process.kill()  # out of step; the next worker gets a new server
+                self.process.kill()         # out of step; the next worker gets a new server
                 raise
 
 
@@ -438,9 +416,9 @@ def the_server() -> Server:
 def serve(control: socket.socket) -> None:
     """Import once, fork a worker on request. When the trainer ends, so does all of this."""
     root, workers, me = make_root(), set(), os.getpid()
-    os.environ["MPLCONFIGDIR"] = root  # where matplotlib writes its list of fonts
+    os.environ["MPLCONFIGDIR"] = root       # where matplotlib writes its list of fonts
     names = usual_names()
-    gc.freeze()  # keeps the imported pages shared
+    gc.freeze()                             # keeps the imported pages shared
     control.sendall(pack({"ready": True}))
     while True:
         try:
@@ -457,7 +435,7 @@ def serve(control: socket.socket) -> None:
             if pid == 0:
                 os.dup2(descriptors[0], 3)
                 os.closerange(4, 1024)
-                os.dup2(1, 2)  # /dev/null
+                os.dup2(1, 2)               # /dev/null
                 work(socket.socket(fileno=3), folder, names, me)
             os.close(descriptors[0])
             workers.add(pid)
@@ -477,7 +455,7 @@ def work(channel: socket.socket, folder: str, names: dict, parent: int) -> None:
         try:
             stand = lock_in(setup, folder, image, parent)
         except OSError as problem:
-            stand = {"failed": str(problem)}  # the trainer hangs up on us
+            stand = {"failed": str(problem)}        # the trainer hangs up on us
         worker = Worker(setup, folder, names, image)
         channel.sendall(pack(stand))
         while "failed" not in stand:
@@ -501,7 +479,7 @@ def make_root() -> str:
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            continue  # in use
+            continue                        # in use
         if folder != fresh:
             remove(folder)
     os.rename(fresh, root := final + fresh[-8:])
@@ -522,14 +500,14 @@ def usual_names() -> dict[str, object]:
         try:
             names[name or module] = importlib.import_module(module)
         except ImportError:
-            continue  # optional; code that imports it gets the usual message
+            continue                        # optional; code that imports it gets the usual message
     Image.init()
     return names | {"Path": names["pathlib"].Path}
 
 
 # The walls: each worker puts them up around itself, before it sees any code.
 
-MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}    # linux/audit.h
 MACHINE = os.uname().machine
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -550,20 +528,18 @@ fanotify_init 300 262, inotify_init 253 -1, inotify_init1 294 26, personality 13
 truncate 76 45, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, setxattrat 463 463,
 removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, removexattrat 466 466,
 file_setattr 469 469"""
-ABSENT = "clone3 435 435, openat2 437 437"  # libc then falls back to clone and openat
+ABSENT = "clone3 435 435, openat2 437 437"      # libc then falls back to clone and openat
 # Landlock does not see these, and shutil.copy must not fail over them: nothing happens, quietly.
 PRETENDED = """chmod 90 -1, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -1,
 lchown 94 -1, fchown 93 55, fchownat 260 54, utime 132 -1, utimes 235 -1, futimesat 261 -1,
 utimensat 280 88"""
-TRUNCATES = os.O_ACCMODE | os.O_TRUNC  # to open for reading may empty a file, too
-FILTERED = [
-    ("prctl 157 167", 0, 0xFFFFFFFF, 1, True),  # which argument, mask, value;
-    ("prlimit64 302 261", 0, 0xFFFFFFFF, 0, False),  # refused if equal, or if not
-    ("open 2 -1", 1, TRUNCATES, os.O_TRUNC, True),
-    ("openat 257 56", 2, TRUNCATES, os.O_TRUNC, True),
-    *(("fcntl 72 25", 1, 0xFFFFFFFF, command, True) for command in (8, 10, 15)),
-    *(("ioctl 16 29", 1, 0xFFFFFFFF, command, True) for command in (0x8901, 0x8902)),
-]
+TRUNCATES = os.O_ACCMODE | os.O_TRUNC           # to open for reading may empty a file, too
+FILTERED = [("prctl 157 167", 0, 0xFFFFFFFF, 1, True),          # which argument, mask, value;
+            ("prlimit64 302 261", 0, 0xFFFFFFFF, 0, False),     # refused if equal, or if not
+            ("open 2 -1", 1, TRUNCATES, os.O_TRUNC, True),
+            ("openat 257 56", 2, TRUNCATES, os.O_TRUNC, True),
+            *(("fcntl 72 25", 1, 0xFFFFFFFF, command, True) for command in (8, 10, 15)),
+            *(("ioctl 16 29", 1, 0xFFFFFFFF, command, True) for command in (0x8901, 0x8902))]
 # (The last two rows: who gets a signal, and which, when a file has data.)
 
 
@@ -580,31 +556,22 @@ def seccomp() -> str:
     """
     load, equal, at_least, mask_by, give = 0x20, 0x15, 0x35, 0x54, 0x06
     allow, kill, error = 0x7FFF0000, 0x80000000, 0x50000
-    program = [
-        (load, 0, 0, 4),
-        (equal, 1, 0, MACHINES[MACHINE]),
-        (give, 0, 0, kill),
-        (load, 0, 0, 0),
-    ]
-    if MACHINE == "x86_64":  # the x32 numbers are a second door to the same rooms
+    program = [(load, 0, 0, 4), (equal, 1, 0, MACHINES[MACHINE]), (give, 0, 0, kill),
+               (load, 0, 0, 0)]
+    if MACHINE == "x86_64":     # the x32 numbers are a second door to the same rooms
         program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, error | errno.ENOSYS)]
     for table, code in (REFUSED, errno.EPERM), (ABSENT, errno.ENOSYS), (PRETENDED, 0):
         for number in numbers(table):
             program += [(equal, 0, 1, number), (give, 0, 0, error | code)]
     for table, argument, mask, value, if_equal in FILTERED:
         for number in numbers(table):
-            program += [
-                (equal, 0, 5, number),
-                (load, 0, 0, 16 + 8 * argument),
-                (mask_by, 0, 0, mask),
-                (equal, not if_equal, if_equal, value),
-                (give, 0, 0, error | errno.EPERM),
-                (load, 0, 0, 0),
-            ]
+            program += [(equal, 0, 5, number), (load, 0, 0, 16 + 8 * argument),
+                        (mask_by, 0, 0, mask), (equal, not if_equal, if_equal, value),
+                        (give, 0, 0, error | errno.EPERM), (load, 0, 0, 0)]
     program.append((give, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
-    check(libc.prctl(22, 2, header, 0, 0), "seccomp")  # PR_SET_SECCOMP, filter
+    check(libc.prctl(22, 2, header, 0, 0), "seccomp")       # PR_SET_SECCOMP, filter
     return f"seccomp, {len(numbers(REFUSED))} calls refused"
 
 
@@ -615,21 +582,19 @@ def check(result: int, what: str) -> int:
 
 
 def landlock_abi() -> int:
-    return max(0, libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint(1)))  # 0: none
+    return max(0, libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint(1)))    # 0: none
 
 
 def landlock(readable: list[str], writable: str) -> str:
     """From here on: read in some folders, write in one; the kernel refuses the rest."""
     abi = landlock_abi()
-    rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1  # all this kernel can refuse
-    ruleset = struct.pack("QQQ", rights, 3, 3)  # files; TCP; sockets, signals
-    ruleset = ruleset[: 8 if abi < 4 else 16 if abi < 6 else 24]
-    rules = check(
-        libc.syscall(444, ruleset, ctypes.c_size_t(len(ruleset)), ctypes.c_uint(0)),
-        "landlock_create_ruleset",
-    )
+    rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1       # all this kernel can refuse
+    ruleset = struct.pack("QQQ", rights, 3, 3)                      # files; TCP; sockets, signals
+    ruleset = ruleset[:8 if abi < 4 else 16 if abi < 6 else 24]
+    rules = check(libc.syscall(444, ruleset, ctypes.c_size_t(len(ruleset)), ctypes.c_uint(0)),
+                  "landlock_create_ruleset")
     read, write = 1 << 2 | 1 << 3, 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
-    for path in filter(os.path.exists, [*readable, writable]):  # no links, no devices
+    for path in filter(os.path.exists, [*readable, writable]):      # no links, no devices
         allowed = read | write if path == writable else read if os.path.isdir(path) else 1 << 2
         target = os.open(path, os.O_PATH)
         rule = struct.pack("=Qi", allowed & rights, target)
@@ -642,35 +607,28 @@ def landlock(readable: list[str], writable: str) -> str:
 
 def missing_walls() -> dict[str, str]:
     """Without these two there is no sandbox: what is missing, and which wall falls with it."""
-    tests = (
-        ("Landlock (Linux 5.13 or newer, switched on)", "files", landlock_abi() > 0),
-        (f"table of system calls for {MACHINE}", "calls", MACHINE in MACHINES),
-    )
+    tests = (("Landlock (Linux 5.13 or newer, switched on)", "files", landlock_abi() > 0),
+             (f"table of system calls for {MACHINE}", "calls", MACHINE in MACHINES))
     return {what: wall for what, wall, there in tests if not there}
 
 
 def private_disk(folder: str, size: int) -> str:
     """Mount a tmpfs that only this process sees and that vanishes with it, if we may."""
     uid, gid, polled = os.getuid(), os.getgid(), "polled quota"
-    if libc.unshare(0x20000):  # CLONE_NEWNS; an ordinary user needs more:
-        if libc.unshare(0x10020000):  # CLONE_NEWUSER
+    if libc.unshare(0x20000):                       # CLONE_NEWNS; an ordinary user needs more:
+        if libc.unshare(0x10020000):                # CLONE_NEWUSER
             return polled
-        for name, line in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{uid} {uid} 1"),
-            ("gid_map", f"{gid} {gid} 1"),
-        ):
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"),
+                           ("gid_map", f"{gid} {gid} 1")):
             try:
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(line)
             except OSError:
                 return polled
     options = f"size={size},nr_inodes=2000,mode=755".encode()
-    if (
-        libc.mount(None, b"/", None, ctypes.c_ulong(0x44000), None)  # MS_REC | MS_PRIVATE
-        or libc.mount(b"tmpfs", folder.encode(), b"tmpfs", ctypes.c_ulong(14), options)
-    ):
-        return polled  # 14: no suid, no devices, no programs
+    if (libc.mount(None, b"/", None, ctypes.c_ulong(0x44000), None)         # MS_REC | MS_PRIVATE
+            or libc.mount(b"tmpfs", folder.encode(), b"tmpfs", ctypes.c_ulong(14), options)):
+        return polled                               # 14: no suid, no devices, no programs
     return f"private tmpfs, {size >> 20} MB"
 
 
@@ -679,50 +637,33 @@ def lock_in(setup: dict, folder: str, image: Image.Image, parent: int) -> dict[s
     walls, stand = set(setup["walls"]), dict.fromkeys(sorted(WALLS), "none")
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # short of memory, the trainer goes last
+            file.write("1000")                      # short of memory, the trainer goes last
     except OSError:
-        pass  # /proc is read-only in some containers
+        pass                                        # /proc is read-only in some containers
     size = setup["disk"] + 3 * image.width * image.height + (1 << 20)
     stand["disk"] = private_disk(folder, size) if "disk" in walls else "polled quota"
     os.mkdir(f"{folder}/work")
-    image.save(f"{folder}/image.png", compress_level=0)  # no metadata, neutral name
+    image.save(f"{folder}/image.png", compress_level=0)             # no metadata, neutral name
     if "sizes" in walls:
-        for name, value in (
-            ("AS", setup["memory"]),
-            ("FSIZE", setup["file"]),
-            ("NOFILE", 64),
-            ("CPU", 3600),
-            ("CORE", 0),
-            ("MSGQUEUE", 0),
-            ("MEMLOCK", 0),
-        ):
+        for name, value in (("AS", setup["memory"]), ("FSIZE", setup["file"]), ("NOFILE", 64),
+                            ("CPU", 3600), ("CORE", 0), ("MSGQUEUE", 0), ("MEMLOCK", 0)):
             kind = getattr(resource, f"RLIMIT_{name}")
-            hard = resource.getrlimit(kind)[1]  # nobody may raise it; -1: there is none
+            hard = resource.getrlimit(kind)[1]      # nobody may raise it; -1: there is none
             resource.setrlimit(kind, (value if hard < 0 else min(value, hard),) * 2)
         stand["sizes"] = f"rlimits, {setup['memory'] >> 20} MB of memory"
     if "rights" in walls:
         for capability in range(64):
-            libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+            libc.prctl(24, capability, 0, 0, 0)     # PR_CAPBSET_DROP
         capset = 126 if MACHINE == "x86_64" else 91
         check(libc.syscall(capset, struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
         stand["rights"] = "no capabilities"
-    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")  # not without the server
+    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")       # not without the server
     if os.getppid() != parent:
         os._exit(0)
     check(libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     if "files" in walls:
-        system = [
-            "/usr",
-            "/lib",
-            "/lib64",
-            "/etc/ld.so.cache",
-            "/etc/fonts",
-            "/dev/null",
-            "/dev/zero",
-            "/dev/urandom",
-            sys.prefix,
-            sys.base_prefix,
-        ]
+        system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/fonts", "/dev/null",
+                  "/dev/zero", "/dev/urandom", sys.prefix, sys.base_prefix]
         packages = [path for path in sys.path if path.endswith("-packages")]
         stand["files"] = landlock([*system, *packages, folder], f"{folder}/work")
     if "calls" in walls:
@@ -732,18 +673,14 @@ def lock_in(setup: dict, folder: str, image: Image.Image, parent: int) -> dict[s
 
 # Forgiving: what the worker does for honest code.
 
-STEPS = "crops and resizes"  # a key of Image.info, which Pillow hands on to its results
+STEPS = "crops and resizes"             # a key of Image.info, which Pillow hands on to its results
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
-INVENTED = re.compile(
-    r"(path[_ ]?to|the|your|my|input|original|source|test|user|uploaded|sample)?"
-    r"[_ -]?(image|img|photo|picture|input)[_ -]?(file|path|\d)?",
-    re.I,
-)
+INVENTED = re.compile(r"(path[_ ]?to|the|your|my|input|original|source|test|user|uploaded|sample)?"
+                      r"[_ -]?(image|img|photo|picture|input)[_ -]?(file|path|\d)?", re.I)
 FORBIDDEN = re.compile(
     r"(os|posix)\.(remove|unlink|rmdir|removedirs|renames?|replace|system|popen|kill|killpg|fork|"
     r"forkpty|exec\w+|spawn\w+|posix_spawnp?)|shutil\.(rmtree|move)|subprocess\.\w+|"
-    r"pathlib\.Path\(\)\.(rename|replace)|.*\.(unlink|rmdir)"
-)
+    r"pathlib\.Path\(\)\.(rename|replace)|.*\.(unlink|rmdir)")
 QUOTES = str.maketrans("“”„‘’′（），：；–−", "\"\"\"'''(),:;--")
 
 
@@ -766,12 +703,9 @@ def reindent(code: str) -> list[str]:
     first, *rest = lines = textwrap.dedent(code.expandtabs(4)).strip("\n").split("\n")
     depth = [len(line) - len(line.lstrip()) for line in lines]
     margin = min((d for d, line in zip(depth[1:], rest) if line.strip()), default=0)
-    return [
-        textwrap.dedent(code.expandtabs(8)),
-        "\n".join(lines),
-        textwrap.dedent("\n".join([" " * margin + first.lstrip(), *rest])),
-        "\n".join(" " * (4 * round(d / 4)) + line.lstrip() for d, line in zip(depth, lines)),
-    ]
+    return [textwrap.dedent(code.expandtabs(8)), "\n".join(lines),
+            textwrap.dedent("\n".join([" " * margin + first.lstrip(), *rest])),
+            "\n".join(" " * (4 * round(d / 4)) + line.lstrip() for d, line in zip(depth, lines))]
 
 
 def cut(code: str) -> list[str]:
@@ -781,12 +715,10 @@ def cut(code: str) -> list[str]:
 
 REPAIRS = {
     "removed invisible characters": lambda code: [
-        re.sub("[\ufeff\u200b\0]", "", re.sub("\r\n?", "\n", code)).replace("\u00a0", " ")
-    ],
+        re.sub("[\ufeff\u200b\0]", "", re.sub("\r\n?", "\n", code)).replace("\u00a0", " ")],
     "removed the markdown around the code": unfence,
     "left out notebook commands": lambda code: [
-        re.sub(r"^([ \t]*)[!%]\w.*", r"\1pass", code, flags=re.M)
-    ],
+        re.sub(r"^([ \t]*)[!%]\w.*", r"\1pass", code, flags=re.M)],
     "repaired the indentation": reindent,
     "replaced typographic characters": lambda code: [code.translate(QUOTES)],
     "left out the unfinished end": cut,
@@ -802,7 +734,7 @@ def repair(code: str) -> tuple[str, list[str]]:
         options = candidates(repaired)
         best = next(filter(parses, options), options[0])
         if best != repaired:
-            tail = f": {repaired[len(best) :].strip()[:80]!r}" if candidates is cut else ""
+            tail = f": {repaired[len(best):].strip()[:80]!r}" if candidates is cut else ""
             notes.append(note + tail)
             repaired = best
     return (repaired, notes) if parses(repaired) else (code, [])
@@ -832,7 +764,6 @@ def forbidden_call(tree: ast.AST) -> str | None:
 
 def rewrite(tree: ast.Module) -> ast.Module:
     """As in a notebook: the last value is shown. Kinder: top-level `return`, slices by floats."""
-
     def call(name, value):
         return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), [value], []), value)
 
@@ -845,7 +776,7 @@ def rewrite(tree: ast.Module) -> ast.Module:
                     if bounds.upper:
                         bounds.upper = call("__whole__", bounds.upper)
     blocks = [tree]
-    while blocks:  # all blocks of statements outside functions and classes
+    while blocks:                       # all blocks of statements outside functions and classes
         for _, block in ast.iter_fields(blocks.pop()):
             for i, node in enumerate(block if isinstance(block, list) else []):
                 if isinstance(node, ast.Return):
@@ -915,24 +846,19 @@ class Worker:
             except SystemExit as end:
                 if end.code != "return":
                     self.note("exit() ends this code only")
-            except BaseException as problem:  # on purpose: what code raises is its result
+            except BaseException as problem:    # on purpose: what code raises is its result
                 self.error = self.error or self.describe(problem)
         self.reset()
         shown = [(self.to_limits(image), source) for _, image, source in self.shown.values()]
         for count, what in (self.more, "images"), (self.output.lost, "bytes of output"):
             if count:
                 self.note(f"{count} more {what} not shown")
-        return {
-            "text": self.output.getvalue().decode("utf-8", "replace"),
-            "error": self.error,
-            "blocked": (self.error or "").startswith("Blocked: "),
-            "flags": sorted(self.flags),
-            "notes": self.notes,
-            "images": [
-                {"size": image.size, "source": source, "steps": image.info.get(STEPS)}
-                for image, source in shown
-            ],
-        }, b"".join(image.tobytes() for image, _ in shown)
+        return {"text": self.output.getvalue().decode("utf-8", "replace"), "error": self.error,
+                "blocked": (self.error or "").startswith("Blocked: "),
+                "flags": sorted(self.flags), "notes": self.notes,
+                "images": [{"size": image.size, "source": source, "steps": image.info.get(STEPS)}
+                           for image, source in shown],
+                }, b"".join(image.tobytes() for image, _ in shown)
 
     def reset(self) -> None:
         """Undo what code may have done to the interpreter: for order, not for safety."""
@@ -945,8 +871,7 @@ class Worker:
             setattr(owner, name, function)
         os.chdir(self.folder)
         sys.stdout = sys.stderr = io.TextIOWrapper(
-            self.output, "utf-8", "backslashreplace", write_through=True
-        )
+            self.output, "utf-8", "backslashreplace", write_through=True)
 
     def execute(self, code: str) -> None:
         code, self.notes = repair(code)
@@ -954,15 +879,9 @@ class Worker:
         if call := forbidden_call(tree):
             raise Blocked(f"{call}; deleting, moving, renaming and starting processes is refused")
         self.bgr = (self.bgr or "imread" in code) and "2RGB" not in code
-        self.names |= {
-            "display": self.display,
-            "__display__": self.display,
-            "open": self.open,
-            "__return__": self.leave,
-            "__lower__": self.lower,
-            "__whole__": self.whole,
-            "input": self.input,
-        }
+        self.names |= {"display": self.display, "__display__": self.display, "open": self.open,
+                       "__return__": self.leave, "__lower__": self.lower, "__whole__": self.whole,
+                       "input": self.input}
         exec(compile(rewrite(tree), "<code>", "exec"), self.names)
 
     def collect(self) -> None:
@@ -970,19 +889,13 @@ class Worker:
         if "matplotlib.pyplot" in sys.modules:
             self.show_figures()
         old, self.files = self.files, self.listing()
-        new = [
-            p
-            for p in self.files
-            if self.files[p] != old.get(p)
-            and p not in self.written
-            and p.lower().endswith(PICTURES)
-            and not os.path.basename(p).startswith("tmp")
-        ]
+        new = [p for p in self.files if self.files[p] != old.get(p) and p not in self.written
+               and p.lower().endswith(PICTURES) and not os.path.basename(p).startswith("tmp")]
         broken = []
         for path in sorted(new, key=self.files.get)[:20]:
             try:
                 self.show(pillow_open(path), "file")
-            except Exception:  # decoders raise anything over bytes of code's own
+            except Exception:                   # decoders raise anything over bytes of code's own
                 broken.append(os.path.basename(path))
         for what, names in ("no image in", broken), ("not looked at", new[20:]):
             if names:
@@ -996,35 +909,26 @@ class Worker:
 
     def listing(self) -> dict[str, tuple]:
         """At most three folders deep: each path with what tells a new file from an old one."""
-        paths = (
-            path
-            for deep in ("*", "*/*", "*/*/*")
-            for path in glob.iglob(f"{glob.escape(self.folder)}/{deep}")
-        )
-        return {
-            path: (status.st_mtime_ns, status.st_size, status.st_ino)
-            for path in itertools.islice(paths, 5000)
-            if (status := os.lstat(path))
-        }
+        paths = (path for deep in ("*", "*/*", "*/*/*") for path in
+                 glob.iglob(f"{glob.escape(self.folder)}/{deep}"))
+        return {path: (status.st_mtime_ns, status.st_size, status.st_ino)
+                for path in itertools.islice(paths, 5000) if (status := os.lstat(path))}
 
     def describe(self, problem: BaseException) -> str:
         """One short line: type, message, line of the code."""
         try:
             text = " ".join(str(problem)[:2000].split()).replace(os.path.dirname(self.folder), "")
-            lines = [
-                line
-                for frame, line in traceback.walk_tb(problem.__traceback__)
-                if frame.f_code.co_filename == "<code>"
-            ]
+            lines = [line for frame, line in traceback.walk_tb(problem.__traceback__)
+                     if frame.f_code.co_filename == "<code>"]
             if isinstance(problem, SyntaxError):
                 text, lines = problem.msg, [problem.lineno]
             if isinstance(problem, FileNotFoundError):
                 text += f"; files here: {sorted(map(os.path.basename, self.listing()))[:8]}"
             where = f" (line {lines[-1]})" if lines else ""
-        except BaseException:  # its __str__ is the code's as well
+        except BaseException:                   # its __str__ is the code's as well
             text = where = ""
         kind = type(problem).__name__
-        return f"{kind}: {text}"[: self.limits["error"] - len(where)] + where
+        return f"{kind}: {text}"[:self.limits["error"] - len(where)] + where
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -1035,12 +939,12 @@ class Worker:
         image = flat(image)
         if path:
             self.written.add(path)
-            self.shown.pop(path, None)  # it was overwritten
+            self.shown.pop(path, None)          # it was overwritten
         if min(image.size) == 0 or max(image.size) > THIN * min(image.size):
             return self.note(f"image of {image.width}x{image.height} is too thin to show")
         pixels = digest(image)
         if pixels in self.reloaded:
-            self.flags.add("io_scratch")  # written, read back, shown as it was
+            self.flags.add("io_scratch")        # written, read back, shown as it was
         if any(pixels == other[0] for other in self.shown.values()):
             return
         if len(self.shown) == self.limits["images"]:
@@ -1119,7 +1023,7 @@ class Worker:
             y, x = divmod(start - origin, whole.strides[0])
             x //= whole.strides[1]
             image.info[STEPS] = [[x, y, x + image.width, y + image.height]]
-        return image  # had it steps or turns, the trainer will find other pixels there
+        return image            # had it steps or turns, the trainer will find other pixels there
 
     def to_read(self, file: object) -> object:
         """The path itself if it exists; else our file of that name; else perhaps the input."""
@@ -1130,7 +1034,8 @@ class Worker:
             self.note(f"{str(file)[-80:]} not found: took {name}")
             return mine
         stem, extension = os.path.splitext(name)
-        if extension.lower() in PICTURES and (os.path.isabs(file) or INVENTED.fullmatch(stem)):
+        if extension.lower() in PICTURES and (
+                os.path.isabs(file) or INVENTED.fullmatch(stem)):
             self.note(f"{str(file)[-80:]} not found: took the input image")
             return self.path
         return file
@@ -1186,7 +1091,7 @@ class Worker:
             raise ValueError(f"{said} is empty or outside the {width}x{height} image")
         if (inside := (x1 - x0) * (y1 - y0)) < area:
             how.append("clamped to the image")
-            if inside < 0.9 * area:  # ours: more than a tenth of the box was outside
+            if inside < 0.9 * area:             # ours: more than a tenth of the box was outside
                 self.flags.add("invalid_coords")
         kept = math.floor(x0), math.floor(y0), math.ceil(x1), math.ceil(y1)
         if list(kept) != given:
@@ -1213,10 +1118,8 @@ def stand_ins(w: Worker) -> list[tuple[object, str, object]]:
         def register(function):
             for name in names:
                 old = getattr(owner, name)
-                kinder.append(
-                    (owner, name, lambda *args, _old=old, **named: function(_old, *args, **named))
-                )
-
+                kinder.append((owner, name, lambda *args, _old=old, **named: function(
+                    _old, *args, **named)))
         return register
 
     @instead_of(Image, "open")
@@ -1240,7 +1143,7 @@ def stand_ins(w: Worker) -> list[tuple[object, str, object]]:
         corners = (float(v) for v in box or (0, 0, *image.size))
         return w.step(image, result, *corners, *result.size, resample, reducing_gap)
 
-    @instead_of(Image.Image, "thumbnail")  # it resizes a hidden copy
+    @instead_of(Image.Image, "thumbnail")       # it resizes a hidden copy
     def _(old, image, *rest, **options):
         before = image.size
         old(image, *rest, **options)
@@ -1262,11 +1165,9 @@ def stand_ins(w: Worker) -> list[tuple[object, str, object]]:
 
     instead_of(Image.Image, "show")(lambda old, image, *_, **__: w.show(image, "show"))
     instead_of(Image, "fromarray")(
-        lambda old, array, *rest, **named: w.with_origin(old(array, *rest, **named), array)
-    )
+        lambda old, array, *rest, **named: w.with_origin(old(array, *rest, **named), array))
 
     if cv2 := sys.modules.get("cv2"):
-
         @instead_of(cv2, "imread")
         def _(old, file, *rest):
             path = w.to_read(file)
@@ -1286,12 +1187,10 @@ def stand_ins(w: Worker) -> list[tuple[object, str, object]]:
 
         instead_of(cv2, "imshow")(lambda old, _, pixels: w.show(w.from_array(pixels), "show"))
         instead_of(cv2, "waitKey", "waitKeyEx")(lambda *_, **__: -1)
-        instead_of(
-            cv2, "namedWindow", "resizeWindow", "moveWindow", "destroyWindow", "destroyAllWindows"
-        )(lambda *_, **__: None)
+        instead_of(cv2, "namedWindow", "resizeWindow", "moveWindow", "destroyWindow",
+                   "destroyAllWindows")(lambda *_, **__: None)
 
     if plt := sys.modules.get("matplotlib.pyplot"):
-
         @instead_of(plt, "show")
         def _(old, *_, **__):
             if not any(plt.figure(number).axes for number in plt.get_fignums()):
@@ -1303,7 +1202,7 @@ def stand_ins(w: Worker) -> list[tuple[object, str, object]]:
             path = w.to_write(file, ".png")
             old(figure, path, *rest, **options)
             w.drawn.add(figure)
-            if path in w.shown:  # matplotlib saves through Pillow
+            if path in w.shown:                 # matplotlib saves through Pillow
                 w.shown[path] = (*w.shown[path][:2], "figure")
 
     return kinder
