@@ -195,10 +195,10 @@ def evaluate(
         if own_rules:
             own = [own_rules[place // rollouts] for place in here]
             rewards = list(map(by_rule, played, rewards, own))
-        fresh = [x for x in zip(played, rewards, here, strict=True) if x[-1] not in done]
-        kept += fresh if out is None else []
-        if out and fresh:
-            write_trajectories(*zip(*fresh), folder=out, run=run, file=file_of(rank))
+        if out:  # (of a wave that a kill tore, some lines stand there already: the newest counts)
+            write_trajectories(played, rewards, here, folder=out, run=run, file=file_of(rank))
+        else:
+            kept += zip(played, rewards)
         for found in map(finding, played, rewards):
             seen.update(n=1, right=found.correct, search=found.search, faithful=faithful(found))
         shares = seen["right"] / seen["n"], seen["faithful"] / max(seen["search"], 1)
@@ -214,7 +214,7 @@ def evaluate(
         if list(trajectories.lines) != list(places):
             raise RuntimeError(f"{len(rewards)} of {len(places)} episodes are in {out}")
     else:
-        trajectories, rewards, _ = map(list, zip(*kept))
+        trajectories, rewards = map(list, zip(*kept))
     return measure(trajectories, rewards, rollouts), trajectories
 
 
