@@ -1138,14 +1138,12 @@ def result(job: Job, study: Path) -> dict:
 def routes(m: dict) -> dict[str, dict[str, float | None]]:
     """What each way of dealing with a search question pays: its share, and its accuracy, which is
     P(right | route) = P(route | right) P(right) / P(route)."""
-    return {
-        route: {
-            "share": m[name],
-            "accuracy": m[name] and m[f"{name}_given_correct"] * m["search_accuracy"] / m[name],
-        }
-        for route, name in (("right crop", "faithful"), ("careless crop", "unfaithful"),
-                            ("direct answer", "no_tool"))
-    }  # fmt: skip
+    names = {"right crop": "faithful", "careless crop": "unfaithful", "direct answer": "no_tool"}
+    paid = {}
+    for route, name in names.items():
+        right = (m[f"{name}_given_correct"] or 0.0) * m["search_accuracy"]
+        paid[route] = {"share": m[name], "accuracy": right / m[name] if m[name] else None}
+    return paid
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:

@@ -1,0 +1,137 @@
+"""python -m pytest tests/test_study.py      about 3 s: every reward side by side, from runs by hand"""
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+import evaluate
+from evaluate import (
+    STUDIED,
+    WORLDS,
+    Job,
+    draw_study,
+    result,
+    rewards_markdown,
+    rewards_table,
+    routes,
+)
+from rewards import REWARDS
+from train import parse_config
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME = "guessing pays"
+
+
+@pytest.fixture
+def study(tmp_path):
+    """A folder in which the SFT model of seed 0 is there already."""
+    (tmp_path / "sft-guessing-0").mkdir()
+    (tmp_path / "sft-guessing-0" / "sft").symlink_to(ROOT / "tiny")
+    return tmp_path
+
+
+def test_every_studied_reward_is_one_that_can_be_trained():
+    assert set(STUDIED) <= set(REWARDS)
+
+
+@pytest.mark.parametrize("reward", [*STUDIED, "zero-rl", "sft"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_job_is_a_command_that_train_understands(study, monkeypatch, reward, world):
+    monkeypatch.chdir(ROOT)
+    job = Job(reward, world, 0, lambda_tool=0.1)
+    config = parse_config(job.command(study)[2:])
+    assert config.reward == (reward if reward in REWARDS else "tapo")
+    assert (config.seed, config.shortcut, config.lambda_tool) == (0, WORLDS[world], 0.1)
+    assert config.out == str(study / job.name) and config.eval_every == 10
+    assert (config.rl_steps == 0) == (reward == "sft")
+    assert (config.sft_steps == 0) == (reward != "sft")
+    assert ("sft-guessing-0" in config.model) == (reward in REWARDS)
+
+
+def test_names_tell_all_jobs_apart():
+    jobs = [Job(r, w, s, x) for r in STUDIED for w in WORLDS for s in (0, 1) for x in (0.1, 0.2)]
+    assert len({job.name for job in jobs}) == len(jobs)
+
+
+def test_a_job_that_was_cut_off_goes_on_and_one_that_ended_is_left_alone(study, monkeypatch):
+    ran, job = [], Job("tapo", HOME, 0)
+    monkeypatch.setattr(subprocess, "run", lambda argv, **_: ran.append(argv) or SimpleNamespace(returncode=0))  # fmt: skip
+    job.run(study)
+    (study / job.name / "state.json").write_text("{}")
+    job.run(study)
+    (study / job.name / "summary.json").write_text("{}")
+    job.run(study)
+    assert ["--resume" in argv for argv in ran] == [False, True]
+
+
+def test_a_job_that_fails_says_where_its_words_are(study, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=3))
+    with pytest.raises(RuntimeError, match=r"accuracy-guessing-0 ended with 3.*\.txt"):
+        Job("accuracy", HOME, 0).run(study)
+
+
+def metrics(**more) -> dict:
+    own = dict(accuracy=0.9, search_accuracy=0.8, ood_accuracy=0.3, tool_use=0.6, faithful=0.4,
+               unfaithful=0.2, no_tool=0.4, faithful_given_correct=0.5, crop_area=0.1,
+               unfaithful_given_correct=0.1, no_tool_given_correct=0.4, error_rate=0.0)  # fmt: skip
+    return own | more
+
+
+def finished(study: Path, job: Job, faithful: float) -> dict:
+    """A run of 15 steps whose answers are step / 100, evaluated once, at step 10."""
+    folder = study / job.name
+    folder.mkdir(exist_ok=True)
+    stages = {"sft": metrics(), "rl": metrics(faithful=faithful, rates={"left": "out"})}
+    (folder / "summary.json").write_text(json.dumps({"stages": stages}))
+    numbers = dict(
+        tools=None, format=0.0, tool_use=0.5, faithful=0.5, generated_tokens=9, calls=1.0
+    )
+    lines = [{"stage": "sft", "step": 1, "loss": 2.0}]
+    for step in range(1, 16):
+        lines.append({"stage": "rl", "step": step, "answer": step / 100} | numbers)
+        if step == 10:
+            lines.append({"stage": "evaluation", "step": 10, "ood_accuracy": 0.7})
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return result(job, study)
+
+
+def test_a_result_is_start_end_and_the_mean_of_every_ten_steps(study):
+    found = finished(study, Job("tapo", HOME, 0), faithful=0.7)
+    assert [point["step"] for point in found["curve"]] == [10, 15]
+    assert [point["answer"] for point in found["curve"]] == pytest.approx([0.055, 0.13])
+    assert [p["evaluation"] and p["evaluation"]["ood_accuracy"] for p in found["curve"]] == [
+        0.7,
+        None,
+    ]
+    assert found["start"]["faithful"] == 0.4 and found["end"]["faithful"] == 0.7
+    assert found["reward"] == "tapo" and "rates" not in found["end"]
+
+
+def test_what_each_route_pays_by_hand():
+    """Of 100 search questions 80 are right: 40 of them came by a right crop, which 40 took, 8 by
+    a careless one (of 20), 32 by a guess (of 40)."""
+    paid = routes(metrics())
+    assert [paid[r]["share"] for r in paid] == [0.4, 0.2, 0.4]
+    assert [paid[r]["accuracy"] for r in paid] == pytest.approx([1.0, 0.4, 0.8])
+    assert routes(metrics(unfaithful=0.0))["careless crop"]["accuracy"] is None
+
+
+def test_the_study_is_drawn_from_its_runs(study):
+    runs = [finished(study, Job("tapo", HOME, seed), 0.7 + seed / 10) for seed in (0, 1)]
+    runs += [finished(study, Job("accuracy", HOME, 0), 0.1)]
+    runs += [finished(study, Job("tapo", HOME, 0, lambda_tool=0.4), 0.99)]
+    table = rewards_table(runs)
+    assert table[HOME]["tapo"]["faithful"] == pytest.approx([0.7, 0.8])  # the sweep stays out
+    assert table[HOME]["start"]["faithful"] == [0.4, 0.4] and list(table) == [HOME]
+    text = rewards_markdown(table)
+    assert "| tapo | 0.90 (0.90–0.90) |" in text and "0.75 (0.70–0.80)" in text
+    for panels in (evaluate.CURVES, {"answer reward": "answer"}):
+        draw_study(runs, panels, study / "study.png")
+        drawn = Image.open(study / "study.png").convert("RGB")
+        shades = {color for _, color in drawn.getcolors(1 << 24)}
+        lines = [tuple(bytes.fromhex(c[1:])) for c in evaluate.COLORS[:2]]
+        assert set(lines) <= shades  # a line for each of the two rewards
