@@ -16,7 +16,7 @@ from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODULES = ("sandbox", "data", "rollout", "rewards", "grpo", "sft", "faithfulness", "evaluate", "train")  # fmt: skip
+MODULES = "sandbox data rollout rewards grpo sft faithfulness evaluate train".split()
 SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in MODULES}
 TESTS = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py"))
 

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_study.py      about 3 s: every reward side by side, from runs by hand"""
+"""python -m pytest tests/test_study.py      about 3 s: every reward side by side"""
 
 import json
 import subprocess
@@ -59,7 +59,12 @@ def test_names_tell_all_jobs_apart():
 
 def test_a_job_that_was_cut_off_goes_on_and_one_that_ended_is_left_alone(study, monkeypatch):
     ran, job = [], Job("tapo", HOME, 0)
-    monkeypatch.setattr(subprocess, "run", lambda argv, **_: ran.append(argv) or SimpleNamespace(returncode=0))  # fmt: skip
+
+    def run(argv, **_):
+        ran.append(argv)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
     job.run(study)
     (study / job.name / "state.json").write_text("{}")
     job.run(study)
