@@ -169,8 +169,8 @@ PRESETS = {
     # ours throughout: measured on the toy, with no claim beyond it
     "toy": dict(
         threads=1, max_pixels=0, freeze_vision="none", sft_steps=320, sft_batch=32, sft_lr=4e-3,
-        sft_warmup=0.03, rl_steps=100, questions=12, turns=3, max_new_tokens=32, max_length=1024,
-        max_log_chars=96, rl_lr=7.5e-5, kv_budget_gb=1.0, patience=60.0,
+        sft_warmup=0.03, rl_steps=60, questions=12, turns=3, max_new_tokens=32, max_length=1024,
+        max_log_chars=96, rl_lr=1.5e-4, beta=0.02, kv_budget_gb=1.0, patience=60.0,
         activation_checkpointing=False,
     ),
     # the paper's run: all else is the default above, each with its source
