@@ -344,7 +344,13 @@ GEOMETRY_7B = dict(
 def geometry(name: str) -> Qwen2_5_VLConfig:
     if name == QWEN_7B:
         return Qwen2_5_VLConfig(**GEOMETRY_7B)
-    return Qwen2_5_VLConfig.from_pretrained(name)
+    try:
+        return Qwen2_5_VLConfig.from_pretrained(name)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"--plan reads the config.json of {name}, but there is no such folder, and the hub does "
+            f"not know it or cannot be reached. Only the shape of {QWEN_7B} is built in"
+        ) from error
 
 
 def plan(config: Config, node: str) -> tuple[bool, str]:
