@@ -1152,7 +1152,8 @@ def mean_of(values: Sequence[float | None]) -> float | None:
 
 
 def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """world -> reward -> number -> its value at the end in every seed. "start" stands for SFT."""
+    """The paper's Tables 1 and 2 in our metrics: world -> reward -> number -> its value at the end
+    of every seed. "start" stands for SFT."""
     table: dict = {}
     for run in (run for run in runs if run["lambda_tool"] == 0.2):
         world = table.setdefault(run["world"], {})
@@ -1178,14 +1179,14 @@ def rewards_markdown(table: dict) -> str:
     return "\n".join(lines)
 
 
-# The paper's Fig. 6 in our metrics, and its Figs. 9 and 10
 CURVES = {"tool use": "tool_use", "faithful": "faithful"}
 PARTS = {"answer reward": "answer", "tool reward": "tools", "format reward": "format",
                "tokens per step": "generated_tokens", "calls per rollout": "calls"}  # fmt: skip
 
 
 def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None:
-    """A row a world, a column a number, a line a reward: the mean of its seeds, and their range."""
+    """The paper's Figs. 6, 9 and 10 in our metrics: a row a world, a column a number, a line a
+    reward, which is the mean of its seeds, within their range."""
     worlds = list(dict.fromkeys(run["world"] for run in runs))
     told = (run["reward"] for run in runs if run["curve"] and run["reward"] != "zero-rl")
     rewards = list(dict.fromkeys(told))
