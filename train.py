@@ -348,8 +348,8 @@ def geometry(name: str) -> Qwen2_5_VLConfig:
         return Qwen2_5_VLConfig.from_pretrained(name)
     except OSError as error:
         raise FileNotFoundError(
-            f"--plan reads the config.json of {name}, but there is no such folder, and the hub does "
-            f"not know it or cannot be reached. Only the shape of {QWEN_7B} is built in"
+            f"--plan reads the config.json of {name}, but there is no such folder, and the hub "
+            f"does not know it or cannot be reached. Only the shape of {QWEN_7B} is built in"
         ) from error
 
 

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import re
 import runpy
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import evaluate
-from train import Config
+from train import Config, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -88,16 +87,15 @@ def test_flags_named_in_the_readme_exist():
 VLLM = {"--tensor-parallel-size", "--port", "--max-model-len", "--limit-mm-per-prompt"}
 
 
-def test_the_commands_of_the_readme_are_understood():
-    """Everything but the last word is parsed; --help then ends the command before it runs."""
-    seen = set()
-    for file, words in COMMANDS:
-        if file in ("train.py", "evaluate.py") and (file, words) not in seen:
-            seen.add((file, words))
-            argv = [sys.executable, file, *words.split(), "--help"]
-            done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
-            assert done.returncode == 0, (file, words, done.stderr[-300:])
-    assert len(seen) > 8
+@pytest.mark.parametrize("file, words", sorted(set(COMMANDS)))
+def test_a_command_of_the_readme_is_understood(file, words, capsys):
+    """Its words are parsed; --help then ends it before it does anything."""
+    assert (ROOT / file).exists()
+    main = {"train.py": parse_config, "evaluate.py": evaluate.main}.get(file)
+    if main:
+        with pytest.raises(SystemExit) as ended:
+            main([*words.split(), "--help"])
+        assert ended.value.code == 0, capsys.readouterr().err
 
 
 def test_every_module_is_in_the_reading_order_with_its_length():
@@ -107,19 +105,6 @@ def test_every_module_is_in_the_reading_order_with_its_length():
     for name, told in order:
         lines = len(SOURCES[name].splitlines())
         assert abs(int(told) - lines) <= 0.1 * lines, f"{name}.py has {lines} lines"
-
-
-def test_every_name_in_the_log_is_in_the_glossary():
-    glossary = set(
-        re.findall(r"\w+", "".join(re.findall(r"^\| ([^|]*) \|", section("The log"), re.M)))
-    )
-    run = Path(__file__).parent  # the names are those that train.py and its callees write
-    assert run.exists()
-    names = {"reward", "answer", "tools", "format", "calls", "constant_groups", "no_verdict",
-             "environment", "loss", "kl", "entropy", "clip_fraction", "grad_norm", "skipped",
-             "useful_calls", "tool_use", "faithful", "crop_area", "error_rate",
-             "prefilled_tokens", "generated_tokens", "images"}  # fmt: skip
-    assert names <= glossary
 
 
 @pytest.mark.parametrize("module", MODULES[:-2])
