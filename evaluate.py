@@ -373,6 +373,10 @@ def read_trajectories(
     path: Path, first: int | None = None
 ) -> tuple[Sequence[Trajectory], list[Reward]]:
     """What write_trajectories wrote: all, read when asked for, or the `first` of it."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no {path}: expected the trajectories.jsonl of a run of train.py or evaluate.py"
+        )
     episodes = Episodes(path)
     return (episodes if first is None else episodes[:first]), episodes.rewards[:first]
 
@@ -716,8 +720,8 @@ def table(columns: dict[str, dict]) -> str:
 
 
 # Okabe and Ito's palette; lines and markers differ too, for print and for every kind of eye.
-COLORS = ("#0072B2", "#D55E00", "#000000", "#CC79A7", "#009E73", "#E69F00")
-LINES, MARKERS = ("-", "--", ":", "-.", "-", "--"), "os^DvP"
+COLORS = ("#0072B2", "#D55E00", "#000000", "#CC79A7", "#009E73", "#E69F00", "#56B4E9")
+LINES, MARKERS = ("-", "--", ":", "-.", "-", "--", ":"), "os^DvPX"
 PANELS = {  # label of the axis: what log.jsonl calls the curves
     "share": ("tool_use", "faithful", "crop_area"),
     "mean reward, unweighted": ("answer", "tools", "format"),
@@ -1200,10 +1204,10 @@ def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None
                 if own:
                     steps = [point["step"] for point in own[0]]
                     values = [[point[name] for point in points] for points in zip(*own)]
-                    style = {"color": COLORS[i % 6], "linestyle": LINES[i % 6]}
+                    style = {"color": COLORS[i % 7], "linestyle": LINES[i % 7]}
                     axes.plot(steps, list(map(fmean, values)), **style, label=reward)
                     axes.fill_between(steps, [*map(min, values)], [*map(max, values)],
-                                      color=COLORS[i % 6], alpha=0.12)  # fmt: skip
+                                      color=COLORS[i % 7], alpha=0.12)  # fmt: skip
             axes.set(title=f"{world}: {label}", xlabel="training step")
             axes.grid(alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)

@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 os.environ.setdefault("HF_DATASETS_CACHE", tempfile.gettempdir() + "/codev-tests")  # not at home
 
 import rollout  # noqa: E402

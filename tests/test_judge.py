@@ -621,7 +621,7 @@ def test_an_audit_needs_boxes():
 
 def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys):
     told = tapo(toy, BoxJudge(), Weights(), random.Random(0))
-    evaluate.write_trajectories(toy, told, tmp_path)
+    evaluate.write_trajectories(toy, told, folder=tmp_path)
     rewards.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "9"])
     assert "3 questions" in capsys.readouterr().out
     with serving(useful(1)) as server:

@@ -408,7 +408,7 @@ def test_a_missing_checkpoint_says_what_was_expected(tmp_path, monkeypatch):
         raise OSError("we couldn't connect")
 
     monkeypatch.setattr(rollout.Model, "from_pretrained", unreachable)
-    with pytest.raises(FileNotFoundError, match="neither a local checkpoint folder nor a hub name"):
+    with pytest.raises(FileNotFoundError, match="neither a folder nor on the hub"):
         load_policy("no-such-model-anywhere")
 
 
