@@ -1196,7 +1196,9 @@ def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None
     rewards = list(dict.fromkeys(told))
     size = (3.2 * len(panels) + 1, 3 * len(worlds) + 0.6)
     figure = Figure(figsize=size, layout="constrained")
-    for row, world in zip(figure.subplots(len(worlds), len(panels), squeeze=False), worlds):
+    for row, world in zip(
+        figure.subplots(len(worlds), len(panels), squeeze=False, sharey="col"), worlds
+    ):
         for axes, (label, name) in zip(row, panels.items()):
             for i, reward in enumerate(rewards):
                 own = [r["curve"] for r in runs if (r["reward"], r["world"], r["lambda_tool"])
