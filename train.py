@@ -54,7 +54,7 @@ from transformers import Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.utils.logging import disable_progress_bar
 
-from data import Sample, demonstrations, load_rl, toy_questions
+from data import Sample, demonstrations, load_rl, read_rows, toy_questions
 from evaluate import curves, evaluate, load_toy, report, table
 from faithfulness import rates
 from grpo import ADVANTAGES, LOSS_AVERAGES, Objective, Row, actor_of, gathered, learn, merged
@@ -300,6 +300,9 @@ def check_data(config: Config) -> None:
         )
     if config.sft_steps < 0 and not config.sft_data:
         raise ValueError("--sft-steps -1 counts passes over --sft-data: give that, or a number")
+    for where, steps in (config.sft_data, config.sft_steps), (config.rl_data, config.rl_steps):
+        if where and steps:
+            read_rows(where)  # a wrong name is told now, not when its stage begins
 
 
 def weights(config: Config) -> Weights:

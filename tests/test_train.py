@@ -392,6 +392,8 @@ def test_an_error_says_whose_it_is_and_where(tmp_path):
     (["--rl-data", "x.parquet"], "give --judge-url"),
     (["--sft-steps", "-1"], "counts passes over --sft-data"),
     (["--tracker", "wandb"], "pip install wandb"),
+    (["--rl-data", "no/such/rows.jsonl", "--judge-url", "http://h/v1"], "no data in no/such"),
+    (["--sft-data", "no/such/rows.jsonl"], "no data in no/such"),
 ])  # fmt: skip
 def test_what_public_data_need_is_asked_for_at_once(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -438,7 +440,7 @@ def test_the_7b_recipe_runs_on_a_stand_in_and_can_be_resumed(tmp_path):
         --sft-data {fixtures}/thyme_sft.jsonl --rl-data {fixtures}/codev_rl.parquet
         --judge-url http://127.0.0.1:{server.server_port}/v1 --sft-steps 2 --rl-steps 2
         --questions 2 --rollouts 4 --max-pixels 100352 --max-new-tokens 12 --sft-batch 4
-        --save-every 1 --kv-budget-gb 1 --tracker tensorboard""".split()
+        --save-every 1 --kv-budget-gb 1""".split()
     done = run(sys.executable, *words)
     server.shutdown()
     assert done.returncode == 0, done.stderr
@@ -450,7 +452,6 @@ def test_the_7b_recipe_runs_on_a_stand_in_and_can_be_resumed(tmp_path):
     ]  # fmt: skip
     for name in ("summary.json", "report.html", "rl/model.safetensors", "skipped-sft.jsonl"):
         assert (out / name).stat().st_size >= (name != "skipped-sft.jsonl"), name
-    assert list(out.rglob("events.out.tfevents*"))
     exported = json.loads((out / "rl" / "preprocessor_config.json").read_text())
     assert exported["size"]["longest_edge"] == 100_352
     before, after = (
@@ -461,3 +462,14 @@ def test_the_7b_recipe_runs_on_a_stand_in_and_can_be_resumed(tmp_path):
     assert any(not torch.equal(before[name].float(), after[name]) for name in set(before) - seeing)
     again = run(sys.executable, "train.py", "--resume", str(out))
     assert again.returncode == 0 and "no tool" in again.stdout, again.stderr
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
+def test_the_log_also_goes_to_a_tracker(tracker, tmp_path):
+    pytest.importorskip(tracker)
+    kept_here = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "TRACKIO_DIR": str(tmp_path)}
+    words = command(tmp_path / "run", "--sft-steps", "1", "--rl-steps", "1", "--tracker", tracker)
+    done = run(*words, env=os.environ | kept_here)
+    assert done.returncode == 0, done.stderr
+    kept = {"tensorboard": "events.out.tfevents*", "wandb": "*.wandb", "trackio": "*.db"}
+    assert any(b"generated_tokens" in file.read_bytes() for file in tmp_path.rglob(kept[tracker]))
