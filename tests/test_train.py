@@ -21,6 +21,7 @@ from conftest import ANSWER, LOOK, RULES, scripted
 from safetensors.torch import load_file
 
 import train
+from data import toy_questions
 from rollout import Policy, play
 from train import Config, parse_config
 
@@ -408,8 +409,11 @@ def test_what_public_data_need_is_asked_for_at_once(words, message, capsys, tmp_
 class Judge(BaseHTTPRequestHandler):
     """Finds every output useful and every open answer wrong."""
 
+    asked: list[str] = []
+
     def do_POST(self):
         asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.asked.append(asked)
         verdict = {"reason": "r", "same": False, "score": 1}
         if "candidate" not in asked:
             del verdict["same"]
@@ -462,6 +466,31 @@ def test_the_7b_recipe_runs_on_a_stand_in_and_can_be_resumed(tmp_path):
     assert any(not torch.equal(before[name].float(), after[name]) for name in set(before) - seeing)
     again = run(sys.executable, "train.py", "--resume", str(out))
     assert again.returncode == 0 and "no tool" in again.stdout, again.stderr
+
+
+def test_a_served_judge_decides_what_tools_are_paid(tmp_path):
+    """Squares without their boxes: only the server can say whether a crop showed anything."""
+    for i, sample in enumerate(toy_questions(40, "no boxes", 1.0)):
+        sample.image.save(tmp_path / f"{i}.png")
+        row = {"question": sample.question, "answer": sample.answer, "image": f"{i}.png",
+               "kind": sample.kind, "id": f"row {i}"}  # fmt: skip
+        with open(tmp_path / "rows.jsonl", "a") as file:
+            print(json.dumps(row), file=file)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Judge.asked.clear()
+    words = f"""train.py --out {tmp_path}/run --rl-data {tmp_path}/rows.jsonl --sft-steps 60
+        --judge-url http://127.0.0.1:{server.server_port}/v1 --sft-demos 400 --rl-steps 2
+        --questions 4 --rollouts 4 --eval-questions 4""".split()
+    done = run(sys.executable, *words)
+    server.shutdown()
+    assert done.returncode == 0, done.stderr
+    log = [json.loads(line) for line in open(tmp_path / "run" / "log.jsonl")]
+    assert sum(line["tools"] for line in log if line["stage"] == "rl") > 0.1
+    steps = [words for words in Judge.asked if "data:image" in words]
+    assert steps and len(steps) < len(Judge.asked)  # open answers were judged as well
+    assert not any("<code>" in words or "<think>" in words for words in steps)
+    assert len(set(Judge.asked)) == len(Judge.asked)  # what is known is not asked again
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
