@@ -1134,7 +1134,8 @@ def result(job: Job, study: Path) -> dict:
             {"step": block[-1]["step"], **means, "evaluation": tested[0] if tested else None}
         )
     start, end = (
-        {k: v for k, v in stages[s].items() if isinstance(v, int | float)} for s in ("sft", "rl")
+        {k: v for k, v in stages[s].items() if isinstance(v, int | float | None)}
+        for s in ("sft", "rl")
     )
     return {**asdict(job), "routes": routes(start), "start": start, "end": end, "curve": curve}
 
