@@ -86,11 +86,11 @@ def metrics(**more) -> dict:
     return own | more
 
 
-def finished(study: Path, job: Job, faithful: float) -> dict:
+def finished(study: Path, job: Job, faithful: float, **more) -> dict:
     """A run of 15 steps whose answers are step / 100, evaluated once, at step 10."""
     folder = study / job.name
     folder.mkdir(exist_ok=True)
-    stages = {"sft": metrics(), "rl": metrics(faithful=faithful, rates={"left": "out"})}
+    stages = {"sft": metrics(), "rl": metrics(faithful=faithful, rates={"left": "out"}, **more)}
     (folder / "summary.json").write_text(json.dumps({"stages": stages}))
     numbers = dict(
         tools=None, format=0.0, tool_use=0.5, faithful=0.5, generated_tokens=9, calls=1.0
@@ -129,10 +129,12 @@ def test_the_study_is_drawn_from_its_runs(study):
     runs = [finished(study, Job("tapo", HOME, seed), 0.7 + seed / 10) for seed in (0, 1)]
     runs += [finished(study, Job("accuracy", HOME, 0), 0.1)]
     runs += [finished(study, Job("tapo", HOME, 0, lambda_tool=0.4), 0.99)]
+    runs += [finished(study, Job("zero-rl", HOME, 0), 0.0, crop_area=None)]  # it never crops
     table = rewards_table(runs)
     assert table[HOME]["tapo"]["faithful"] == pytest.approx([0.7, 0.8])  # the sweep stays out
     assert table[HOME]["start"]["faithful"] == [0.4, 0.4] and list(table) == [HOME]
     text = rewards_markdown(table)
+    assert "| zero-rl | 0.90 (0.90–0.90) |" in text and "0.00 (0.00–0.00) |  |" in text
     assert "| tapo | 0.90 (0.90–0.90) |" in text and "0.75 (0.70–0.80)" in text
     for panels in (evaluate.CURVES, {"answer reward": "answer"}):
         draw_study(runs, panels, study / "study.png")
