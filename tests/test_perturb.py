@@ -347,8 +347,9 @@ def test_questions_of_several_sources_are_reported_apart_and_together(policy):
 
 def test_answers_without_a_verdict_leave_accuracy_and_nothing_else(policy):
     trajectories, rewards = played(policy, reads)
+    rewards = [replace(r, answer=None) for r in rewards]
     with speaking(reads):
-        study = perturb(policy, trajectories, rewards, GREEDY, ["mask"], right=lambda t: None)
+        study = perturb(policy, trajectories, rewards, GREEDY, ["mask"])
     rates = study["toy"]["mask"]
     assert rates["accuracy"].denominator == 0 and rates["answers"].denominator == 3
 
