@@ -527,21 +527,21 @@ result.lines = all("article:first-of-type rect", r => getComputedStyle(r).stroke
 result.code = getComputedStyle(document.querySelector("pre")).whiteSpaceCollapse;
 result.filters = all("label", label => label.textContent.trim().split(" ")[0]);
 const choose = name => document.querySelector(`select[name=${name}]`);
-result.values = [...choose("answer").options].map(option => option.text);
+result.values = [...choose("look").options].map(option => option.text);
 result.keys = ["k", "j", "j", "k", "ArrowRight", "ArrowRight", "j", "ArrowLeft"].map(k => press(k));
 result.quiet = [press("k", {ctrlKey: true}), press("k", {metaKey: true}),
   press("k", {}, choose("look"))];
-const only = (name, value) => {
-  choose(name).value = value;
+const only = (name, text) => {
+  choose(name).selectedIndex = [...choose(name).options].findIndex(option => option.text == text);
   choose(name).dispatchEvent(new Event("change", {bubbles: true}));
   return all("article:not([hidden])", card => card.id);
 };
 result.shown = [only("answer", "wrong"), only("answer", "correct")];
 press("k");
 result.next = press("j");  // past the one that is hidden
-const {top} = document.activeElement.getBoundingClientRect();
-result.seen = 0 <= top && top < innerHeight;
-result.shown.push(only("look", "faithful"), only("look", ""), only("answer", ""));
+const y = document.activeElement.getBoundingClientRect().top;
+result.seen = 0 <= y && y < innerHeight;
+result.shown.push(only("look", "faithful"), only("look", "all"), only("answer", "all"));
 document.title = JSON.stringify(result);
 </script>"""
 
@@ -590,7 +590,7 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     assert result["lines"] == [white, black, white, black, white, blue]  # a rim, then the line
     assert result["code"] == "preserve"
     assert result["filters"] == ["answer", "look", "kind", "error"]
-    assert result["values"] == ["all", "correct", "wrong"]
+    assert result["values"] == ["all", "faithful", "no tool", "unfaithful"]
     assert result["keys"] == ["t1", "t2", "t3", "t2", "t3", "t3", "t3", "t2"]
     assert result["quiet"] == ["t2"] * 3
     assert result["shown"] == [["t2"], ["t1", "t3"], ["t1"], ["t1", "t3"], ["t1", "t2", "t3"]]
