@@ -260,7 +260,7 @@ def write_trajectories(
         lines.write(text)
 
 
-class Episodes(Lazy[Trajectory]):
+class Episodes(Lazy):
     """The episodes of a file or folder, in the order of their places. Each is read when asked
     for, without the model's image inputs; their rewards and the samples' ids are all here.
 
@@ -1060,7 +1060,7 @@ def result(job: Job, study: Path) -> dict:
     for i in range(0, len(steps), 10):
         block = steps[i : i + 10]  # 10 steps of rollouts in training tell more than one evaluation
         names = [k for k, v in block[0].items() if isinstance(v, (int, float)) and k != "step"]
-        means = {k: mean_of([e[k] for e in block]) for k in names}
+        means = {k: fmean(e[k] for e in block if e[k] is not None) for k in names}
         tested = [e for e in log if e["stage"] == "evaluation" and e["step"] == block[-1]["step"]]
         last = {"step": block[-1]["step"], "evaluation": tested[0] if tested else None}
         curve.append(means | last)
@@ -1080,22 +1080,17 @@ def routes(m: dict) -> dict[str, dict[str, float | None]]:
     return paid
 
 
-def mean_of(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
 def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[float]]]]:
     """The paper's Tables 1 and 2 in our metrics: world -> reward -> number -> its value at the end
     of every seed. "start" stands for SFT."""
     table: dict = {}
     for run in (run for run in runs if run["lambda_tool"] == 0.2):
-        world = table.setdefault(run["world"], {})
-        rows = [("start", run["start"])] if run["reward"] == "tapo" else []
-        rows += [(run["reward"], run["end"])] if run["reward"] != "sft" else []
-        for reward, metrics in rows:
+        told = [("start", run["start"])] if run["reward"] == "tapo" else []
+        told += [(run["reward"], run["end"])] if run["reward"] != "sft" else []
+        for reward, metrics in told:
+            numbers = table.setdefault(run["world"], {}).setdefault(reward, {})
             for name in SHOWN:
-                world.setdefault(reward, {}).setdefault(name, []).append(metrics[name])
+                numbers.setdefault(name, []).append(metrics[name])
     return table
 
 

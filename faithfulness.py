@@ -51,7 +51,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data import Box, Sample, upright_rgb
+from data import Box, Sample, read_image
 from grpo import Objective, group_row, group_rows, log_probs
 from rewards import BoxJudge, ChatJudge, Judge, Reward, Weights, area, crop, hand_made, is_correct
 from rewards import kappa, ran_well, recall, step_score, tapo
@@ -341,9 +341,10 @@ PERTURBATIONS = ("identity", "mask", "noise", "random", "empty")
 def check_lies(names: Iterable[str], temperature: float) -> None:
     if unknown := set(names) - set(PERTURBATIONS):
         known = ", ".join(PERTURBATIONS)
-        raise ValueError(f"perturbations are all, or some of {known}; got {', '.join(unknown)}")
+        raise ValueError(f"--perturb is all, or some of {known}; got {', '.join(sorted(unknown))}")
     if temperature:
-        raise ValueError(f"perturbed plays are greedy, got temperature {temperature:g}")
+        raise ValueError(f"--perturb compares greedy plays, got temperature {temperature:g}: drop "
+                         "--avg-at and --temperature")  # fmt: skip
 
 
 def lie(name: str, seen: Observation, image: Image.Image, rng: Random) -> Observation:
@@ -647,7 +648,7 @@ def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, 
         try:
             if text.strip():
                 yield from_line(json.loads(text), path.parent, judge, f"line {number}")
-        except (ValueError, ArithmeticError, OSError) as error:
+        except (ValueError, OverflowError) as error:  # the latter: an infinite box
             raise ValueError(
                 f"{path}, line {number}: expected a trajectory as described at the head of "
                 f"faithfulness.py, but {error}"
@@ -656,7 +657,7 @@ def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, 
 
 def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajectory, Reward]:
     check(line, FIELDS, [*FIELDS][:5], "the line")
-    image, kind = upright_rgb(Image.open(folder / line["image"])), line.get("kind", "search")
+    image, kind = read_image(line["image"], folder), line.get("kind", "search")
     boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
     sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
     steps, scores = [], []
@@ -665,8 +666,8 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
         error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
         seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
         if box or "image" in step:
-            picture = Image.open(folder / step["image"]) if "image" in step else image.crop(box)
-            seen = replace(seen, images=[upright_rgb(picture)], boxes=[box], sources=["reported"])
+            picture = read_image(step["image"], folder) if "image" in step else image.crop(box)
+            seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
         if "score" not in step:  # (a BoxJudge sees no pictures)
             blind = seen.boxes == [None] and isinstance(judge, BoxJudge)
             step["score"] = None if blind else step_score(sample, seen, judge)

@@ -529,11 +529,8 @@ def test_a_benchmark_is_played_from_its_file(policy, tmp_path, monkeypatch, caps
     [
         (["--avg-at", "0"], "--avg-at must be at least 1, got 0"),
         (["--avg-at", "4", "--temperature", "0"], "--avg-at 4 of greedy plays is one play"),
-        (["--perturb", "mask,nois"], "perturbations are all, or some of identity, .*; got nois"),
-        (
-            ["--perturb", "all", "--temperature", "1"],
-            "perturbed plays are greedy, got temperature 1",
-        ),
+        (["--perturb", "mask,nois"], "--perturb is all, or some of identity, .*; got nois"),
+        (["--perturb", "all", "--avg-at", "2"], "greedy plays, got temperature 1: drop --avg-at"),
         (["--judge-url", "http://x/v1"], "a judge needs both --judge-url and --judge-model"),
         (["--bench", "vstar", "--data", "/no/such"], "no data in /no/such"),
     ],

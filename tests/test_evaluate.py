@@ -527,7 +527,7 @@ result.lines = all("article:first-of-type rect", r => getComputedStyle(r).stroke
 result.code = getComputedStyle(document.querySelector("pre")).whiteSpaceCollapse;
 result.filters = all("label", label => label.textContent.trim().split(" ")[0]);
 const choose = name => document.querySelector(`select[name=${name}]`);
-result.values = [...choose("look").options].map(option => option.text);
+result.values = ["look", "kind"].map(name => [...choose(name).options].map(o => o.text));
 result.keys = ["k", "j", "j", "k", "ArrowRight", "ArrowRight", "j", "ArrowLeft"].map(k => press(k));
 result.quiet = [press("k", {ctrlKey: true}), press("k", {metaKey: true}),
   press("k", {}, choose("look"))];
@@ -565,9 +565,10 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     trajectories, rewards = worked_example()
     long = "a_name_that_is_much_too_long_for_a_phone_" * 4
     trajectories[1].steps[0].text = f"<think>{long}</think><code>\n{long}()\n</code>"
+    trajectories[1].sample = replace(trajectories[1].sample, question=long, id=long)
     write_trajectories(trajectories, rewards, tmp_path)
     curves([], tmp_path / "curves.png")
-    file = report(tmp_path, {"SFT": {"n": 3}, "TAPO": {"n": 3, "accuracy": 0.5}})
+    file = report(tmp_path, {"SFT": {"n": 3}, long: {"n": 3, "accuracy": 0.5}})
 
     shot = tmp_path / "shot.png"
     browse(tmp_path, mode, f"--window-size={width},1600", f"--screenshot={shot}", file.as_uri())
@@ -582,15 +583,17 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
     result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
     assert result["width"] <= width  # nothing sticks out
-    tokens = [30, 10, 5, 10, 5]
-    assert result["bar"] == pytest.approx([sum(result["bar"]) * n / 60 for n in tokens], abs=1)
+    bar, tokens = sum(result["bar"]), [30, 10, 5, 10, 5]
+    assert bar > width / 2
+    assert result["bar"] == pytest.approx([bar * n / 60 for n in tokens], abs=1)
     shown_to_it, chosen, again = result["colors"]
     assert shown_to_it == again != chosen
     white, black, blue = "rgb(255, 255, 255)", "rgb(0, 0, 0)", "rgb(0, 114, 178)"
     assert result["lines"] == [white, black, white, black, white, blue]  # a rim, then the line
     assert result["code"] == "preserve"
     assert result["filters"] == ["answer", "look", "kind", "error"]
-    assert result["values"] == ["all", "faithful", "no tool", "unfaithful"]
+    looks = ["faithful", "no tool", "unfaithful"]
+    assert result["values"] == [["all", *looks], ["all", "neutral", "search"]]
     assert result["keys"] == ["t1", "t2", "t3", "t2", "t3", "t3", "t3", "t2"]
     assert result["quiet"] == ["t2"] * 3
     assert result["shown"] == [["t2"], ["t1", "t3"], ["t1"], ["t1", "t3"], ["t1", "t2", "t3"]]

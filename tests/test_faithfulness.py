@@ -496,7 +496,7 @@ def test_without_targets_or_scores_there_is_no_verdict(folder):
         ({"question": "?", "image": "map.png"}, "line 2.*lacks .'answer', 'correct', 'steps'"),
         (BASE | {"target": []}, "line 2.*has .'target'.; known are question, .*targets"),
         (BASE | {"correct": 1}, "line 2.*correct 1, which is of another type"),
-        (BASE | {"image": "lost.png"}, "line 2.*No such file.*lost.png"),
+        (BASE | {"image": "lost.png"}, "line 2.*no such file.*lost.png"),
         (BASE | {"kind": "ocr"}, "line 2.*kind is 'search' or 'neutral', got 'ocr'"),
         (BASE | {"targets": [[0, 0, 9]]}, "line 2.*a box is .x0, y0, x1, y1., not .0, 0, 9."),
         (BASE | {"steps": [{}, {"bbox": 1}]}, "line 2.*step 2 .*'bbox'.; known are box, image"),
