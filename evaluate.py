@@ -1025,9 +1025,7 @@ class Job:
 
 def study_rewards(study: Path, quick: bool) -> dict:
     """Every reward in both worlds, three seeds, from the same SFT models; study.json, two figures.
-
-    Runs side by side, one thread each, one a core. Finished runs are not run again.
-    """
+    Returns the table. Runs go side by side, one a core; finished ones are not run again."""
     rewards, worlds, seeds = QUICK if quick else (STUDIED, tuple(WORLDS), (0, 1, 2))
     home = "guessing pays"
     stage_1 = [Job("sft", home, seed) for seed in seeds]
@@ -1035,19 +1033,19 @@ def study_rewards(study: Path, quick: bool) -> dict:
     if not quick:
         stage_2 += [Job("zero-rl", home, seed) for seed in seeds]
         stage_2 += [Job("tapo", home, 0, weight) for weight in (0.1, 0.4)]
+    jobs = stage_1 + stage_2
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        bar = tqdm(total=len(stage_1) + len(stage_2), desc="runs")
+        bar = tqdm(total=len(jobs), desc="runs")
         for stage in (stage_1, stage_2):
             for job in as_completed([pool.submit(job.run, study) for job in stage]):
                 job.result()
                 bar.update()
-    by_name = {job.name: result(job, study) for job in stage_1 + stage_2}
-    runs = list(by_name.values())
-    found = {"runs": by_name, "table": rewards_table(runs)}
+    runs = [result(job, study) for job in jobs]
+    found = {"runs": dict(zip((job.name for job in jobs), runs)), "table": rewards_table(runs)}
     (study / "study.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     draw_study(runs, CURVES, study / "study.png")
     draw_study(runs, PARTS, study / "study_parts.png")
-    return found
+    return found["table"]
 
 
 def result(job: Job, study: Path) -> dict:
@@ -1228,8 +1226,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.film:
             return print(draw_film(args))
         if args.study:
-            found = study_rewards(args.out, args.quick)
-            return print(rewards_markdown(found["table"]), args.out / "study.json", sep="\n")
+            rewards = study_rewards(args.out, args.quick)
+            return print(rewards_markdown(rewards), args.out / "study.json", sep="\n")
         if args.compare:
             return compare_runs(args.compare, args.out)
         check(args)
@@ -1299,8 +1297,7 @@ def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
     boxes, bench = BoxJudge() if args.bench == "toy" else HALF, BENCHES.get(args.bench)
     if not args.judge_url:
         if bench and bench.judged:
-            words = "asks a judge about open answers: without --judge-url, rules decide"
-            print(args.bench, words)
+            print(args.bench, "asks a judge about open answers: without --judge-url, rules decide")
         return boxes, None
     asked = ChatJudge(args.judge_url, args.judge_model, args.judge_prompt, args.out / "verdicts")
     if args.bench in ("toy", "vstar"):

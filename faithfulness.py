@@ -61,7 +61,7 @@ from sandbox import Observation, Sandbox
 # Rates
 
 DRAWS = 1000  # of the bootstrap
-Part = tuple[float, float]  # what a sample or a call adds to a rate, above and below the line
+Part = tuple[float, float]  # what a sample or a call adds to a rate: above the line, and below it
 Parts = dict[str, Part]
 
 
@@ -83,7 +83,7 @@ class Rate:
 
 
 def one(value: float, among: bool = True) -> Part:
-    """Of one of those that the rate is about, or, if not `among` them, nothing."""
+    """Nothing, if it is not among those that the rate is about."""
     return (float(value), 1.0) if among else (0.0, 0.0)
 
 
@@ -275,15 +275,16 @@ def agreement(
     trajectories: Sequence[Trajectory], first: Sequence[Reward], second: Sequence[Reward]
 ) -> tuple[Counter, Rate, float | None]:
     """Two judges on the same calls. Is it a hit (a score of 1)? A table of (first, second), or of
-    None where one of them had no verdict; how often they agree; Cohen's kappa. Calls that showed no
-    picture, or crossed a red line, were not judged."""
+    None where one of them had no verdict; how often they agree; Cohen's kappa, None if chance alone
+    would always agree. Calls that showed no picture, or crossed a red line, were not judged."""
     table: Counter[tuple[bool, bool] | None] = Counter()
     for t, one, two in zip(trajectories, first, second, strict=True):
         for step, *pair in zip(t.tool_steps, one.steps, two.steps, strict=True):
             if step.observation.images and -1.0 not in pair:
                 table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
     cells = [table[a, b] for a in (True, False) for b in (True, False)]
-    return table, Rate(cells[0] + cells[3], sum(cells)), kappa(*cells)
+    always = sum(cells) in (cells[0], cells[3])
+    return table, Rate(cells[0] + cells[3], sum(cells)), None if always else kappa(*cells)
 
 
 # How tools were used (Appendix 12)

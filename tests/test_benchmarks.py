@@ -560,6 +560,7 @@ def test_runs_are_shown_side_by_side_on_the_samples_they_share(policy, samples, 
     assert "report.html" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_an_episode_is_drawn_as_a_film_strip(policy, tmp_path, capsys):
     samples = toy_questions(2, seed="film", neutral_share=0.0)
     run(policy, samples, tmp_path)
@@ -581,7 +582,9 @@ def test_an_episode_is_drawn_as_a_film_strip(policy, tmp_path, capsys):
     errors = capsys.readouterr().err
     assert "no trajectories.jsonl" in errors and "--episode is 1 to 2, got 3" in errors
     odd = replace(samples[0], question="$\\x$ ^ {", options=("$", "\\frac{", "%"))
-    film(Trajectory(odd, acted=[True], answer="$\\x$"), Reward(None, 0.0, 0.0), tmp_path / "x.png")
+    for acted in ([True], []):
+        odd_one = Trajectory(odd, acted=acted, answer="$\\x$")
+        film(odd_one, Reward(None, 0.0, 0.0), tmp_path / "x.png")
 
 
 def test_lies_and_ablations_are_printed_and_kept(policy, tmp_path, monkeypatch, capsys):

@@ -271,6 +271,7 @@ def test_every_curve_can_be_told_apart_without_colour():
     assert len(set(module.MARKERS)) == len(module.COLORS) == len(set(styles)) == len(styles)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_runs_are_compared_in_one_table_and_one_figure(tmp_path, capsys):
     for name, share in (("a", 0.25), ("b", 0.75)):
         (tmp_path / name).mkdir()
