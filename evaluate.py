@@ -75,49 +75,13 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from tqdm import tqdm
 
-from data import (
-    Bad,
-    Box,
-    Sample,
-    Usable,
-    anti_prior_questions,
-    read_image,
-    read_rows,
-    toy_questions,
-)
-from faithfulness import (
-    DRAWS,
-    HALF,
-    PERTURBATIONS,
-    Finding,
-    Rate,
-    ablation,
-    agreement,
-    count,
-    cross_listing,
-    evidence,
-    faithful,
-    finding,
-    listing,
-    perturb,
-    study_table,
-    tool_use,
-    without_tools,
-)
-from rewards import (
-    MAX_ANSWER,
-    REWARDS,
-    BoxJudge,
-    ChatJudge,
-    Judge,
-    Reward,
-    Weights,
-    area,
-    final_answer,
-    read_number,
-    same_answer,
-    score,
-)
+from data import Bad, Box, Lazy, Sample, Usable
+from data import anti_prior_questions, read_image, read_rows, toy_questions
+from faithfulness import DRAWS, HALF, PERTURBATIONS, Finding, Rate
+from faithfulness import ablation, agreement, check_lies, count, cross_table, evidence, faithful
+from faithfulness import finding, grid, listing, perturb, study_table, tool_use, without_tools
+from rewards import MAX_ANSWER, REWARDS, BoxJudge, ChatJudge, Judge, Reward, Weights
+from rewards import area, final_answer, read_number, same_answer, score
 from rollout import Policy, Rules, Step, Trajectory, check_checkpoint, load_policy, play
 from sandbox import Observation
 
@@ -147,18 +111,10 @@ def load_toy(n: int = 256, seed: int = 0, shortcut: float = 1.0) -> list[Sample]
 
 
 def evaluate(
-    policy: Policy,
-    samples: Sequence[Sample],
-    judge: Judge,
-    *,
-    rules: Rules = GREEDY,
-    seed: int = 0,
-    out: Path | None = None,
-    own_rules: Sequence[Callable | None] | None = None,
-    rollouts: int = 1,
-    wave: int = 512,
-    processes: PartialState | None = None,
-) -> tuple[dict, Sequence[Trajectory]]:
+    policy: Policy, samples: Sequence[Sample], judge: Judge, *, rules: Rules = GREEDY,
+    seed: int = 0, out: Path | None = None, own_rules: Sequence[Callable | None] | None = None,
+    rollouts: int = 1, wave: int = 512, processes: PartialState | None = None,
+) -> tuple[dict, Sequence[Trajectory]]:  # fmt: skip
     """Play every sample `rollouts` times and score every step once: (metrics, trajectories).
 
     One wave of samples is played at a time. With `out` its episodes then go to trajectories.jsonl
@@ -177,8 +133,8 @@ def evaluate(
     places, kept, seen = range(len(samples) * rollouts), [], Counter()
     there = Episodes(out, run) if out else None
     meet()  # nobody writes while another still reads
-    if out and (own := out / file_of(rank)).exists():
-        os.truncate(own, there.ends[own])
+    if out and (file := out / file_of(rank)) in there.ends:
+        os.truncate(file, there.ends[file])  # cut what a kill left of a line
     done = set(there.lines) if out else set()
     waves = [places[i * rollouts : (i + wave) * rollouts] for i in range(0, len(samples), wave)]
     todo = [here for here in waves[rank::world] if not done.issuperset(here)]
@@ -196,7 +152,7 @@ def evaluate(
             own = [own_rules[place // rollouts] for place in here]
             rewards = list(map(by_rule, played, rewards, own))
         if out:  # (of a wave that a kill tore, some lines stand there already: the newest counts)
-            write_trajectories(played, rewards, here, folder=out, run=run, file=file_of(rank))
+            write_trajectories(played, rewards, here, folder=out, run=run, rank=rank)
         else:
             kept += zip(played, rewards)
         for found in map(finding, played, rewards):
@@ -244,18 +200,18 @@ def measure(
     verdict count for none."""
     own, against, sources, ungraded = [], [], [], 0
     for trajectory, reward in zip(trajectories, rewards, strict=True):
-        sample = trajectory.sample
+        source = trajectory.sample.source
         if reward.answer is None:
             ungraded += 1
-        elif sample.source == AGAINST_PRIOR:
+        elif source == AGAINST_PRIOR:
             against.append(reward.answer)
         else:
             own.append(finding(trajectory, reward))
-            sources.append(sample.source)
+            sources.append(source)
     counts = count(own, draws=DRAWS)
     metrics = {"n": len(own) // rollouts} | {name: rate.value for name, rate in counts.items()}
     metrics["rates"] = {name: vars(rate) for name, rate in counts.items()}
-    metrics["correct_by_faithful"] = cross_listing(own)
+    metrics["correct_by_faithful"] = cross_table(counts)
     if ungraded:
         metrics["ungraded"] = ungraded
     if against:
@@ -275,15 +231,10 @@ def file_of(rank: int) -> str:
 
 
 def write_trajectories(
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[Reward],
-    places: Sequence[int] | None = None,
-    *,
-    folder: Path,
-    run: str = "",
-    file: str = "trajectories.jsonl",
-) -> None:
-    """Append lines to `file`, pictures to images/; the head of this file describes them."""
+    trajectories: Sequence[Trajectory], rewards: Sequence[Reward],
+    places: Sequence[int] | None = None, *, folder: Path, run: str = "", rank: int = 0,
+) -> None:  # fmt: skip
+    """Append lines to a file, pictures to images/; the head of this module describes them."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
 
     def plain(thing: object) -> object:  # what json cannot write by itself
@@ -305,16 +256,16 @@ def write_trajectories(
         line |= {"correct": right, "place": place, "run": run}
         del line["images"]  # the model's own input, made from these pictures
         text += json.dumps(line, default=plain) + "\n"
-    with open(folder / file, "a", encoding="utf-8") as lines:
+    with open(folder / file_of(rank), "a", encoding="utf-8") as lines:
         lines.write(text)
 
 
-class Episodes(Sequence[Trajectory]):
+class Episodes(Lazy):
     """The episodes of a file or folder, in the order of their places. Each is read when asked
     for, without the model's image inputs; their rewards and the samples' ids are all here.
 
-    lines: {place: (file, start, end)}; ends: where the whole lines of each file end. The half line
-    behind that is what a kill left. Lines of another `run` are refused.
+    lines: {place: (file, start, end)}; ends: where the whole lines of each file end. Lines of
+    another `run` are refused.
     """
 
     def __init__(self, where: Path, run: str | None = None) -> None:
@@ -343,42 +294,37 @@ class Episodes(Sequence[Trajectory]):
             self.ends[path] = end
         self.lines = {place: found[place][0] for place in sorted(found)}
         self.rewards, self.ids = ([found[place][i] for place in self.lines] for i in (1, 2))
+        super().__init__(self.read, list(self.lines.values()))
 
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def __getitem__(self, i):
-        chosen = list(self.lines.values())[i]
-        return [self.read(*at) for at in chosen] if isinstance(i, slice) else self.read(*chosen)
-
-    def read(self, path: Path, start: int, end: int) -> Trajectory:
-        with open(path, "rb") as file:
-            file.seek(start)
-            return trajectory_of(json.loads(file.read(end - start)), self.folder)
+    def read(self, at: tuple[Path, int, int]) -> Trajectory:
+        return trajectory_of(json.loads(text_at(*at)), self.folder)
 
     def merge(self) -> None:
         """All lines in order in trajectories.jsonl, and no other file."""
         part = self.folder / "trajectories.part"
         with open(part, "wb") as merged:
-            for path, start, end in self.lines.values():
-                with open(path, "rb") as file:
-                    file.seek(start)
-                    merged.write(file.read(end - start))
+            merged.writelines(text_at(*at) for at in self.lines.values())
         os.replace(part, self.folder / file_of(0))
         for path in self.folder.glob("trajectories-*.jsonl"):
             path.unlink()
 
 
+def text_at(path: Path, start: int, end: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(end - start)
+
+
 def read_trajectories(
     path: Path, first: int | None = None
 ) -> tuple[Sequence[Trajectory], list[Reward]]:
-    """What write_trajectories wrote: all, read when asked for, or the `first` of it."""
+    """What write_trajectories wrote, or the `first` of it."""
     if not path.exists():
         raise FileNotFoundError(
             f"no {path}: expected the trajectories.jsonl of a run of train.py or evaluate.py"
         )
     episodes = Episodes(path)
-    return (episodes if first is None else episodes[:first]), episodes.rewards[:first]
+    return episodes[:first], episodes.rewards[:first]
 
 
 def reward_of(values: dict) -> Reward:
@@ -467,17 +413,18 @@ def ask(row: dict, question: str, options: Iterable, answer: object, part: str, 
     options, answer = tuple(map(str, options)), str(answer)
     if options and answer not in {*LETTERS[: len(options)], *options}:
         raise Bad("answer", f"{answer!r} is neither a letter nor a text of {options}")
-    own = filled(
-        row, "index", "id", "pid", "sample_index", "question_id", "Question_id", default=""
-    )
-    return {"id": str(own), "question": question.strip(), "options": options, "answer": answer,
-            "part": part, **more}  # fmt: skip
+    ids = ("index", "id", "pid", "sample_index", "question_id", "Question_id")
+    return {"id": str(filled(row, *ids, default="")), "question": question.strip(),
+            "options": options, "answer": answer, "part": part, **more}  # fmt: skip
+
+
+def lettered(row: dict) -> list[str]:
+    return [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
 
 
 def choose(row: dict, part: str, **more) -> dict:
     """Multiple choice as the harness's TSVs have it: columns A, B, C, ... hold the options."""
-    options = [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
-    if not options:
+    if not (options := lettered(row)):
         raise Bad("A", "expected options in columns A, B, ...")
     return ask(row, filled(row, "question"), options, filled(row, "answer"), part, **more)
 
@@ -524,8 +471,8 @@ def mme_realworld(row: dict) -> dict:
 
 def vlmblind(row: dict) -> dict:
     task, question = filled(row, "task"), filled(row, "question", "prompt")
-    rules = {"Counting Grid": grid, "Touching": contained, "Olympic": contained}
-    rule = next((rule for name, rule in rules.items() if task.startswith(name)), in_braces)
+    rules = {"Counting": rows_and_columns, "Touching": contained, "Olympic": contained}
+    rule = rules.get(task.split()[0], in_braces)
     return ask(row, question, (), filled(row, "answers", "groundtruth"), task, rule=rule)
 
 
@@ -539,7 +486,7 @@ def contained(answer: str, reference: str) -> bool:
     return reference.casefold() in answer.casefold()
 
 
-def grid(answer: str, reference: str) -> bool:
+def rows_and_columns(answer: str, reference: str) -> bool:
     """rows={5} columns={6}, in either order, or (5, 6)."""
     named = [re.search(rf"(?i){name}s?\D*(\d+)", answer) for name in ("row", "column")]
     numbers = [match[1] for match in named] if all(named) else re.findall(r"\d+", answer)
@@ -556,7 +503,7 @@ def mathvista(row: dict) -> dict:
     wanted, rule = {
         "integer": ("a whole number", partial(rounded, int)),
         "float": (f"a number with {digits} decimals", partial(rounded, lambda x: round(x, digits))),
-        "list": ("a Python list", lambda answer, reference: same_list(answer, reference)),
+        "list": ("a Python list", same_list),
     }.get(form, ("a word or two", None))
     unit = f" (Unit: {row['unit']})" if filled(row, "unit", default=None) else ""
     return ask(row, f"{question}{unit}\nAnswer with {wanted}.", (), answer, part, rule=rule)
@@ -597,14 +544,12 @@ def charxiv(row: dict) -> dict:
 
 def mmmu(row: dict) -> dict:
     """<image 1> ... <image 7> in a question are joined to one picture."""
-    options = literal(filled(row, "options", default=[]))
-    options = options or [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
+    options = literal(filled(row, "options", default=[])) or lettered(row)
     question, answer = filled(row, "question"), str(filled(row, "answer"))
     if len(set(re.findall(r"<image (\d)>", question))) > 1:
         question += "\n(The images stand below each other, image 1 at the top.)"
-    subject = filled(row, "category", default="") or re.sub(
-        r"^[a-z]+_|_\d+$", "", str(filled(row, "id"))
-    )
+    subject = filled(row, "category", "id")
+    subject = re.sub(r"^[a-z]+_|_\d+$", "", subject)  # of an id such as validation_Math_1
     rule = any_of if not options and answer.startswith("[") else None
     question = re.sub(r"<image (\d)>", r"[image \1]", question)
     return ask(row, question, options, answer, subject, rule=rule)
@@ -713,10 +658,7 @@ def rows(columns: dict[str, dict]) -> Iterator[tuple[str, list[str]]]:
 
 def table(columns: dict[str, dict]) -> str:
     """The stages side by side in plain text."""
-    grid = [["", *columns], *([label, *cells] for label, cells in rows(columns))]
-    widths = [max(map(len, column)) for column in zip(*grid)]
-    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in grid)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    return grid([["", *columns], *([label, *cells] for label, cells in rows(columns))], str.rjust)
 
 
 # Okabe and Ito's palette; lines and markers differ too, for print and for every kind of eye.
@@ -750,9 +692,8 @@ def compare(columns: dict[str, dict], path: Path) -> None:
     """Several runs in one figure: a row for each rate, a mark for each run."""
     measured = {name for metrics in columns.values() for name in metrics} - {"n", "ungraded"}
     labels = {name: label for name, label in ROWS.items() if name in measured}
-    figure = Figure(
-        figsize=(8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)), layout="constrained"
-    )
+    size = 8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     styles = itertools.cycle(zip(COLORS, MARKERS))
     for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
@@ -764,7 +705,7 @@ def compare(columns: dict[str, dict], path: Path) -> None:
             ends = metrics.get("rates", {}).get(name, {}).get("interval")
             axes.plot(ends or [], [row + aside] * len(ends or []), color=color, linewidth=1)
     axes.set_yticks(range(len(labels)), labels.values())
-    axes.set(xlim=(-0.02, None), ylim=(len(labels) - 0.5, -0.5), xlabel="rate")
+    axes.set(xlim=(-0.02, None), ylim=(max(len(labels), 1) - 0.5, -0.5), xlabel="rate")
     axes.grid(alpha=0.3)
     if columns:
         figure.legend(loc="outside lower center", ncols=2)
@@ -794,16 +735,11 @@ def report_runs(folder: Path, runs: Sequence[str], columns: dict[str, dict]) -> 
     episodes, or none on these samples, is only in the table."""
     kept = {run.rstrip("/"): Episodes(Path(run)) for run in runs}
     kept = {run: episodes for run, episodes in kept.items() if len(episodes)}
-    ids = [set(episodes.ids) for episodes in kept.values()]
-    common = (
-        [id for id in next(iter(kept.values())).ids if all(id in own for own in ids)]
-        if kept
-        else []
-    )
-    common = list(dict.fromkeys(common))  # of --avg-at K, the first play
+    ids = [dict.fromkeys(episodes.ids) for episodes in kept.values()] or [{}]
+    common = [id for id in ids[0] if all(id in own for own in ids)]
     plays = []
-    for id in common[: max(1, 50 // max(1, len(kept)))]:
-        at = {run: episodes.ids.index(id) for run, episodes in kept.items()}
+    for id in common[: max(1, 50 // len(runs))]:
+        at = {run: episodes.ids.index(id) for run, episodes in kept.items()}  # its first play
         plays.append([(run, kept[run][i], kept[run].rewards[i]) for run, i in at.items()])
     return _publish(folder, plays, columns, len(common))
 
@@ -820,10 +756,7 @@ Play = tuple[str, Trajectory, Reward]  # the run it comes from, "" if there is o
 
 
 def page(
-    plays: Sequence[list[Play]],
-    columns: dict[str, dict],
-    drawn: Sequence[Image.Image] = (),
-    total: int | None = None,
+    plays: Sequence[list[Play]], columns: dict[str, dict], drawn: Sequence[Image.Image], total: int
 ) -> str:
     """One self-contained page: a card for each sample, with its play in every run; of `total`
     samples these, or as many as PAGE_LIMIT holds."""
@@ -841,7 +774,7 @@ def page(
             f'<tr><th scope="row">{label}{"".join(f"<td>{cell}" for cell in cells)}'
             for label, cells in rows(columns)
         ),
-        count=f"{len(cards)} of {len(plays) if total is None else total}",
+        count=f"{len(cards)} of {total}",
         figures="".join(figures),
         cards="".join(cards),
     )
@@ -990,11 +923,10 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
     heights = 2.6, 0.16 * max(text.count("\n") + 1 for text in words), 0.14  # inches
     size = 2.9 * len(words), sum(heights) + 0.8
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    grid = figure.add_gridspec(3, len(words), height_ratios=heights)
+    places = figure.add_gridspec(3, len(words), height_ratios=heights)
 
     def cell(row: int, column: int | slice) -> Axes:
-        axes = figure.add_subplot(grid[row, column])
-        axes.set_xticks([]), axes.set_yticks([])
+        axes = figure.add_subplot(places[row, column], xticks=[], yticks=[])
         axes.spines[:].set_visible(row == 0)
         return axes
 
@@ -1022,18 +954,18 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
                 outline(first, box, COLORS[0], "-")
                 first.text(box[0], box[1], f" {i}", color=COLORS[0], va="bottom", weight="bold")
         else:
-            right = (reward.answer or 0) > 0
             said = "no answer" if trajectory.answer is None else trajectory.answer
-            verdict = f"{'✓' if right else '✗'} {said}\n(reference: {sample.answer})"
+            verdict = f"{'✓' if reward.right else '✗'} {said}\n(reference: {sample.answer})"
             top.set_title(f"{i}. answer", fontsize=9)
             top.set_box_aspect(sample.image.height / sample.image.width)  # beside its neighbours
-            middle = {"ha": "center", "va": "center", "transform": top.transAxes}
-            top.text(0.5, 0.5, _lines(verdict, 20), color=COLORS[not right], **middle)
+            color = COLORS[0 if reward.right else 1]
+            top.text(0.5, 0.5, _lines(verdict, 20), color=color, ha="center", va="center")
     bar, start = cell(2, slice(None)), 0
     for who, tokens in runs_of(trajectory.acted):
         bar.barh(0, tokens, left=start, color=COLORS[0] if who else "#c9c6be")
         start += tokens
-    bar.set_xlim(0, start), bar.set_xlabel("blue: tokens chosen by the policy", fontsize=8)
+    bar.margins(x=0)
+    bar.set_xlabel("blue: tokens chosen by the policy", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
@@ -1093,9 +1025,7 @@ class Job:
 
 def study_rewards(study: Path, quick: bool) -> dict:
     """Every reward in both worlds, three seeds, from the same SFT models; study.json, two figures.
-
-    Runs side by side, one thread each, one a core. Finished runs are not run again.
-    """
+    Returns the table. Runs go side by side, one a core; finished ones are not run again."""
     rewards, worlds, seeds = QUICK if quick else (STUDIED, tuple(WORLDS), (0, 1, 2))
     home = "guessing pays"
     stage_1 = [Job("sft", home, seed) for seed in seeds]
@@ -1103,19 +1033,19 @@ def study_rewards(study: Path, quick: bool) -> dict:
     if not quick:
         stage_2 += [Job("zero-rl", home, seed) for seed in seeds]
         stage_2 += [Job("tapo", home, 0, weight) for weight in (0.1, 0.4)]
+    jobs = stage_1 + stage_2
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        bar = tqdm(total=len(stage_1) + len(stage_2), desc="runs")
+        bar = tqdm(total=len(jobs), desc="runs")
         for stage in (stage_1, stage_2):
             for job in as_completed([pool.submit(job.run, study) for job in stage]):
                 job.result()
                 bar.update()
-    found = {"runs": {job.name: result(job, study) for job in stage_1 + stage_2}}
-    found["table"] = rewards_table([*found["runs"].values()])
+    runs = [result(job, study) for job in jobs]
+    found = {"runs": dict(zip((job.name for job in jobs), runs)), "table": rewards_table(runs)}
     (study / "study.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    runs = list(found["runs"].values())
     draw_study(runs, CURVES, study / "study.png")
     draw_study(runs, PARTS, study / "study_parts.png")
-    return found
+    return found["table"]
 
 
 def result(job: Job, study: Path) -> dict:
@@ -1128,15 +1058,12 @@ def result(job: Job, study: Path) -> dict:
     for i in range(0, len(steps), 10):
         block = steps[i : i + 10]  # 10 steps of rollouts in training tell more than one evaluation
         names = [k for k, v in block[0].items() if isinstance(v, (int, float)) and k != "step"]
-        means = {k: mean_of([e[k] for e in block]) for k in names}
+        means = {k: fmean(e[k] for e in block if e[k] is not None) for k in names}
         tested = [e for e in log if e["stage"] == "evaluation" and e["step"] == block[-1]["step"]]
-        curve.append(
-            {"step": block[-1]["step"], **means, "evaluation": tested[0] if tested else None}
-        )
-    start, end = (
-        {k: v for k, v in stages[s].items() if isinstance(v, int | float | None)}
-        for s in ("sft", "rl")
-    )
+        last = {"step": block[-1]["step"], "evaluation": tested[0] if tested else None}
+        curve.append(means | last)
+    start, end = ({k: v for k, v in stages[s].items() if isinstance(v, int | float | None)}
+                  for s in ("sft", "rl"))  # fmt: skip
     return {**asdict(job), "routes": routes(start), "start": start, "end": end, "curve": curve}
 
 
@@ -1151,22 +1078,17 @@ def routes(m: dict) -> dict[str, dict[str, float | None]]:
     return paid
 
 
-def mean_of(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
 def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[float]]]]:
     """The paper's Tables 1 and 2 in our metrics: world -> reward -> number -> its value at the end
     of every seed. "start" stands for SFT."""
     table: dict = {}
     for run in (run for run in runs if run["lambda_tool"] == 0.2):
-        world = table.setdefault(run["world"], {})
-        rows = [("start", run["start"])] if run["reward"] == "tapo" else []
-        rows += [(run["reward"], run["end"])] if run["reward"] != "sft" else []
-        for reward, metrics in rows:
+        told = [("start", run["start"])] if run["reward"] == "tapo" else []
+        told += [(run["reward"], run["end"])] if run["reward"] != "sft" else []
+        for reward, metrics in told:
+            numbers = table.setdefault(run["world"], {}).setdefault(reward, {})
             for name in SHOWN:
-                world.setdefault(reward, {}).setdefault(name, []).append(metrics[name])
+                numbers.setdefault(name, []).append(metrics[name])
     return table
 
 
@@ -1197,9 +1119,8 @@ def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None
     rewards = list(dict.fromkeys(told))
     size = (3.2 * len(panels) + 1, 3 * len(worlds) + 0.6)
     figure = Figure(figsize=size, layout="constrained")
-    for row, world in zip(
-        figure.subplots(len(worlds), len(panels), squeeze=False, sharey="col"), worlds
-    ):
+    places = figure.subplots(len(worlds), len(panels), squeeze=False, sharey="col")
+    for row, world in zip(places, worlds):
         for axes, (label, name) in zip(row, panels.items()):
             for i, reward in enumerate(rewards):
                 own = [r["curve"] for r in runs if (r["reward"], r["world"], r["lambda_tool"])
@@ -1279,11 +1200,8 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     if args.avg_at > 1 and not args.temperature:
         raise ValueError(f"--avg-at {args.avg_at} of greedy plays is one play: raise --temperature")
-    if args.perturb and args.temperature:
-        raise ValueError("--perturb compares greedy plays: drop --avg-at and --temperature")
-    if unknown := set(args.perturb) - set(PERTURBATIONS):
-        wanted = ", ".join(PERTURBATIONS)
-        raise ValueError(f"--perturb is all, or some of {wanted}; got {', '.join(unknown)}")
+    if args.perturb:
+        check_lies(args.perturb, args.temperature)
     if bool(args.judge_url) != bool(args.judge_model):
         raise ValueError("a judge needs both --judge-url and --judge-model")
     check_checkpoint(args.model)
@@ -1308,14 +1226,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.film:
             return print(draw_film(args))
         if args.study:
-            found = study_rewards(args.out, args.quick)
-            return print(rewards_markdown(found["table"]), args.out / "study.json", sep="\n")
+            rewards = study_rewards(args.out, args.quick)
+            return print(rewards_markdown(rewards), args.out / "study.json", sep="\n")
         if args.compare:
             return compare_runs(args.compare, args.out)
         check(args)
         cpu = not torch.cuda.is_available()
         processes = PartialState(cpu, timeout=timedelta(days=7))  # the first waits for the last
-        samples, own_rules = questions_of(args)
+        if args.bench == "toy":
+            samples, own_rules = load_toy(args.limit, args.seed, args.shortcut), None
+        else:
+            samples, own_rules = load_bench(args.bench, args.data, args.limit)
         policy = load_policy(args.model, processes.device, args.max_pixels)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
@@ -1330,9 +1251,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     if not processes.is_main_process:
         return
-    seconds, stages = round(time.monotonic() - started, 1), {args.bench: metrics}
-    summary = {"config": {**vars(args), "out": str(args.out)}, "seconds": {args.bench: seconds}}
-    text = json.dumps(summary | {"stages": stages}, indent=2)
+    stages, seconds = {args.bench: metrics}, {args.bench: round(time.monotonic() - started, 1)}
+    summary = {"config": vars(args) | {"out": str(args.out)}, "seconds": seconds, "stages": stages}
+    text = json.dumps(summary, indent=2)
     (args.out / "summary.json").write_text(text, encoding="utf-8")
     compare(stages, args.out / "compare.png")
     print(table(stages), details(metrics), sep="\n\n")
@@ -1370,26 +1291,17 @@ def compare_runs(runs: Sequence[str], out: Path) -> None:
     print(table(columns), out / "compare.png", report_runs(out, runs, columns), sep="\n\n")
 
 
-def questions_of(args: argparse.Namespace) -> tuple[Sequence[Sample], list | None]:
-    if args.bench == "toy":
-        return load_toy(args.limit, args.seed, args.shortcut), None
-    return load_bench(args.bench, args.data, args.limit)
-
-
 def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
     """(the judge, a second opinion). Steps: boxes where they are labelled, else the served judge;
     it also reads open answers, where the benchmark has that."""
-    boxes = BoxJudge() if args.bench == "toy" else HALF
+    boxes, bench = BoxJudge() if args.bench == "toy" else HALF, BENCHES.get(args.bench)
     if not args.judge_url:
-        if args.bench != "toy" and BENCHES[args.bench].judged:
-            print(
-                f"{args.bench} asks a judge about open answers: without --judge-url, rules decide"
-            )
+        if bench and bench.judged:
+            print(args.bench, "asks a judge about open answers: without --judge-url, rules decide")
         return boxes, None
     asked = ChatJudge(args.judge_url, args.judge_model, args.judge_prompt, args.out / "verdicts")
     if args.bench in ("toy", "vstar"):
         return boxes, asked
-    bench = BENCHES[args.bench]
     return (asked if bench.judged or bench.kind == "search" else boxes), None
 
 

@@ -51,17 +51,18 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data import Box, Sample, upright_rgb
+from data import Box, Sample, read_image
 from grpo import Objective, group_row, group_rows, log_probs
 from rewards import BoxJudge, ChatJudge, Judge, Reward, Weights, area, crop, hand_made, is_correct
-from rewards import ran_well, recall, step_score, tapo
+from rewards import kappa, ran_well, recall, step_score, tapo
 from rollout import Encoded, Policy, Rules, Step, Trajectory, begin, listen, play_on, rows_that_fit
 from sandbox import Observation, Sandbox
 
 # Rates
 
 DRAWS = 1000  # of the bootstrap
-Parts = dict[str, tuple[float, float]]  # what one unit adds to each rate: above and below the line
+Part = tuple[float, float]  # what a sample or a call adds to a rate: above the line, and below it
+Parts = dict[str, Part]
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,22 @@ class Rate:
         return f"{share} {ends}({self.numerator:g}/{self.denominator:g})"
 
 
+def one(value: float, among: bool = True) -> Part:
+    """Nothing, if it is not among those that the rate is about."""
+    return (float(value), 1.0) if among else (0.0, 0.0)
+
+
+def each(values: Sequence[float], among: bool = True) -> Part:
+    return (sum(values), len(values)) if among else (0.0, 0.0)
+
+
 def add_up(pairs: Iterable[tuple[Parts, str]], draws: int = 0, seed: int = 0) -> dict[str, Rate]:
     """Sum over units (samples, or calls), each with its cluster; {} if there are none.
 
     draws > 0: with percentile bootstrap intervals. Whole clusters are drawn with replacement, since
     plays of one question are no independent evidence; a unit whose cluster is "" stands alone.
     Draws that leave a rate without denominator do not count for it, and what a single cluster says
-    has no interval. (Of what was always so, or never, a bootstrap learns nothing: no width.)"""
+    has no interval. (What was always so, or never, has one without width.)"""
     pairs = [(unit, key or i) for i, (unit, key) in enumerate(pairs)]
     if not pairs:
         return {}
@@ -108,11 +118,12 @@ def add_up(pairs: Iterable[tuple[Parts, str]], draws: int = 0, seed: int = 0) ->
     return rates
 
 
-def grid(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of cells as plain text, every column as wide as its widest cell."""
+def grid(rows: Iterable[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> str:
+    """Rows of cells as plain text. `align` is for all columns but the first."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = ([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def listing(rates: dict[str, Rate]) -> str:
@@ -124,7 +135,7 @@ def listing(rates: dict[str, Rate]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one trajectory adds to the counts; enough to count again in another way."""
+    """What is counted of one trajectory."""
 
     search: bool  # False: a question that needs no visual search
     correct: bool | None  # None: no verdict on an open answer
@@ -145,7 +156,7 @@ class Finding:
         return None not in self.scores
 
 
-def finding(trajectory: Trajectory, reward: Reward, cluster: str | None = None) -> Finding:
+def finding(trajectory: Trajectory, reward: Reward) -> Finding:
     """A step with a red line scores -1 and is no hit, even if the evidence was in its picture."""
     sample, steps = trajectory.sample, trajectory.tool_steps
     if len(reward.steps) != len(steps):
@@ -167,7 +178,7 @@ def finding(trajectory: Trajectory, reward: Reward, cluster: str | None = None) 
         areas=tuple(area(box) / whole for box in crops),
         recalls=tuple(covered(target, proper) for target in sample.boxes),
         focuses=tuple(max(values) for values in focuses if values),
-        cluster=question_of(sample) if cluster is None else cluster,
+        cluster=question_of(sample),
     )
 
 
@@ -195,12 +206,7 @@ def covered(target: Box, crops: Iterable[Box]) -> float:
 # All of them
 
 # When is a trajectory with several pictures faithful? Each maps its hits (0 or 1) to a share.
-AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
-    "any": max,
-    "all": min,
-    "last": lambda hits: hits[-1],
-    "mean": fmean,
-}
+AGGREGATES = {"any": max, "all": min, "last": lambda hits: hits[-1], "mean": fmean}
 
 
 def faithful(finding: Finding, aggregate: str = "any") -> float:
@@ -216,13 +222,6 @@ def parts(f: Finding, aggregate: str = "any") -> Parts:
     judged, looked, boxed = f.search and f.has_verdict, bool(f.scores), f.search and bool(f.recalls)
     graded, right, good = f.correct is not None, judged and bool(f.correct), faithful(f, aggregate)
     bad = looked - good
-
-    def one(value: float, among: bool = True) -> tuple[float, float]:
-        return (float(value), 1.0) if among else (0.0, 0.0)
-
-    def each(values: Sequence[float], among: bool = True) -> tuple[float, float]:
-        return (sum(values), len(values)) if among else (0.0, 0.0)
-
     return {
         "accuracy": one(f.correct, graded), "search_accuracy": one(f.correct, graded and f.search),
         "direct_accuracy": one(f.correct, graded and not f.search),
@@ -250,38 +249,26 @@ def parts(f: Finding, aggregate: str = "any") -> Parts:
 NOTHING = dict.fromkeys(parts(Finding(False, False, (), 0, 0, (), ())), (0.0, 0.0))
 
 
-def count(
-    findings: Iterable[Finding], aggregate: str = "any", draws: int = 0, seed: int = 0
-) -> dict[str, Rate]:
+def count(findings: Iterable[Finding], aggregate: str = "any", draws: int = 0) -> dict[str, Rate]:
     """Every rate with its numerator and denominator, and, if draws > 0, its interval."""
     pairs = [(parts(f, aggregate), f.cluster) for f in findings]
-    return add_up(pairs or [(NOTHING, "")], draws, seed)
+    return add_up(pairs or [(NOTHING, "")], draws)
 
 
-def cross_table(findings: Iterable[Finding], aggregate: str = "any") -> dict[str, dict[str, float]]:
+def cross_table(counts: dict[str, Rate]) -> str:
     """correct x faithful, among search questions with both verdicts. No tool is not faithful."""
-    table = {answer: {"faithful": 0.0, "not": 0.0} for answer in ("correct", "wrong")}
-    for f in findings:
-        if f.search and f.has_verdict and f.correct is not None:
-            row = table["correct" if f.correct else "wrong"]
-            row["faithful"] += faithful(f, aggregate)
-            row["not"] += 1 - faithful(f, aggregate)
-    return table
+    both, n = counts["faithful_and_correct"].numerator, counts["faithful_and_correct"].denominator
+    right, good = (counts[rate].denominator
+                   for rate in ("faithful_given_correct", "accuracy_given_faithful"))  # fmt: skip
+    rows = ("correct", both, right - both), ("wrong", good - both, n - right - good + both)
+    texts = ((name, *(f"{abs(round(cell, 6)):g}" for cell in cells)) for name, *cells in rows)
+    return grid([("", "faithful", "not"), *texts])
 
 
-def cross_listing(findings: Iterable[Finding], aggregate: str = "any") -> str:
-    table = cross_table(findings, aggregate)
-    rows = [(answer, *map("{:g}".format, row.values())) for answer, row in table.items()]
-    return grid([("", *table["correct"]), *rows])
-
-
-def rates(
-    trajectories: Sequence[Trajectory], rewards: Sequence[Reward], aggregate: str = "any"
-) -> dict[str, float | None]:
-    """The values of `count`, and how many there were: what goes into summary.json."""
+def rates(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> dict[str, float | None]:
+    """The values of `count`, and how many there were."""
     findings = [finding(t, r) for t, r in zip(trajectories, rewards, strict=True)]
-    counts = count(findings, aggregate)
-    return {"n": len(findings), **{name: rate.value for name, rate in counts.items()}}
+    return {"n": len(findings)} | {name: rate.value for name, rate in count(findings).items()}
 
 
 def agreement(
@@ -295,10 +282,9 @@ def agreement(
         for step, *pair in zip(t.tool_steps, one.steps, two.steps, strict=True):
             if step.observation.images and -1.0 not in pair:
                 table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
-    n, both = table.total() - table[None], table[True, True]
-    a, b, agree = both + table[True, False], both + table[False, True], both + table[False, False]
-    chance = (a * b + (n - a) * (n - b)) / n**2 if n else 1.0
-    return table, Rate(agree, n), None if chance == 1 else (agree / n - chance) / (1 - chance)
+    cells = [table[a, b] for a in (True, False) for b in (True, False)]
+    always = sum(cells) in (cells[0], cells[3])
+    return table, Rate(cells[0] + cells[3], sum(cells)), None if always else kappa(*cells)
 
 
 # How tools were used (Appendix 12)
@@ -324,34 +310,42 @@ def kinds_of(step: Step) -> set[str]:
 def use_of(t: Trajectory) -> Parts:
     steps, whole = t.tool_steps, area((0, 0, *t.sample.image.size))
     seen, n, kinds = [step.observation for step in steps], len(steps), [*map(kinds_of, steps)]
-    sources = [source for o in seen for source in o.sources]
+    sources, bad = [source for o in seen for source in o.sources], [*map(failed, seen)]
     areas = [area(box) / whole for o in seen for box in o.boxes if box]
-    bad = [*map(failed, seen)]
     words = " ".join(re.sub(r"(?s)<code>.*?</code>", "", step.text) for step in t.steps)
     return {
-        **{f"{k} calls": (n == k, 1) for k in range(5)},
-        "5 or more calls": (n > 4, 1),
-        **{f"{k} (of calls)": (sum(k in kind for kind in kinds), n)
+        **{f"{k} calls": one(n == k) for k in range(5)},
+        "5 or more calls": one(n > 4),
+        **{f"{k} (of calls)": each([k in kind for kind in kinds])
            for k in (*KINDS, "compute", "other")},
-        **{f"crops of {low:.0%} to {high:.0%}": (sum(low < a <= high for a in areas), len(areas))
+        **{f"crops of {low:.0%} to {high:.0%}": each([low < a <= high for a in areas])
            for low, high in zip(AREAS, AREAS[1:])},
-        "failed calls": (sum(bad), n),
+        "failed calls": each(bad),
         "failed calls after which one ran": (sum(a > b for a, b in zip(bad, bad[1:])), sum(bad)),
-        "repaired calls": (sum(bool(o.notes) for o in seen), n),
+        "repaired calls": each([bool(o.notes) for o in seen]),
         # The sandbox itself found the picture in the image. And: a look was claimed, in words or
         # in code that never ran, while no tool showed anything.
-        "verified crops (of pictures)": (sources.count("crop"), len(sources)),
-        "decorative crops": (bool(CLAIM.search(words)) and not sources, 1),
+        "verified crops (of pictures)": each([source == "crop" for source in sources]),
+        "decorative crops": one(bool(CLAIM.search(words)) and not sources),
     }  # fmt: skip
 
 
-def tool_use(trajectories: Iterable[Trajectory], draws: int = DRAWS) -> dict[str, Rate]:
-    return add_up(((use_of(t), question_of(t.sample)) for t in trajectories), draws)
+def tool_use(trajectories: Iterable[Trajectory]) -> dict[str, Rate]:
+    return add_up(((use_of(t), question_of(t.sample)) for t in trajectories), DRAWS)
 
 
 # Lies (Table 6)
 
 PERTURBATIONS = ("identity", "mask", "noise", "random", "empty")
+
+
+def check_lies(names: Iterable[str], temperature: float) -> None:
+    if unknown := set(names) - set(PERTURBATIONS):
+        known = ", ".join(PERTURBATIONS)
+        raise ValueError(f"--perturb is all, or some of {known}; got {', '.join(sorted(unknown))}")
+    if temperature:
+        raise ValueError(f"--perturb compares greedy plays, got temperature {temperature:g}: drop "
+                         "--avg-at and --temperature")  # fmt: skip
 
 
 def lie(name: str, seen: Observation, image: Image.Image, rng: Random) -> Observation:
@@ -412,20 +406,21 @@ def retell(
     policy: Policy, cases: list[tuple[Trajectory, int]], name: str, rules: Rules, seed: int
 ) -> list[Trajectory]:
     """Each trajectory played on from its i-th action, with a lie for all that tools show since."""
-    copies, live, weak = [up_to(policy, *case) for case in cases], {}, rules.allow_weak_sandbox
+    copies, live = [up_to(policy, *case) for case in cases], {}
+    confine = rules.limits, rules.allow_weak_sandbox
 
     def restore(sandbox: Sandbox, copy: Trajectory) -> None:  # later code may need its variables
         for step in copy.steps:
             sandbox.run(step.code)
 
     def liar(sandbox: Sandbox, image: Image.Image, rng: Random) -> SimpleNamespace:
-        tell = lambda code: lie(name, sandbox.run(code), image, rng)  # noqa: E731
-        return SimpleNamespace(run=tell, close=sandbox.close)
+        def run(code: str) -> Observation:
+            return lie(name, sandbox.run(code), image, rng)
+
+        return SimpleNamespace(run=run, close=sandbox.close)
 
     with ExitStack() as stack, ThreadPoolExecutor(rules.sandboxes) as pool:
-        boxes = [Sandbox(t.sample.image, rules.limits, weak) for t in copies]
-        for sandbox in boxes:
-            stack.callback(sandbox.close)
+        boxes = [stack.enter_context(Sandbox(t.sample.image, *confine)) for t in copies]
         list(pool.map(restore, boxes, copies))
         for copy, sandbox, (t, i) in zip(copies, boxes, cases):
             image, rng = t.sample.image, Random(f"{seed} {name} {t.sample.id}")
@@ -449,9 +444,6 @@ def actions(steps: Sequence[Step]) -> Counter:
     return Counter(str(boxes if any(boxes) else words) for boxes, words in seen)
 
 
-Right = Callable[[Trajectory], "bool | None"]  # None: no verdict
-
-
 def is_right(t: Trajectory) -> bool:
     return t.ended == "answered" and is_correct(t.answer, t.sample)
 
@@ -459,7 +451,6 @@ def is_right(t: Trajectory) -> bool:
 def perturb(
     policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
     names: Sequence[str] = PERTURBATIONS, seed: int = 0,
-    right: Right = is_right, draws: int = DRAWS,
 ) -> dict[str, dict[str, dict[str, Rate]]]:  # fmt: skip
     """Table 6: the search questions on which a tool showed a picture, played again greedily from
     the first picture on, under each lie. {source of the questions: {lie: {measure: Rate}}}.
@@ -471,11 +462,7 @@ def perturb(
     trajectories: greedy ones, under the same rules. One of which a lie cannot be told (no box, or
     no room beside it) leaves that lie, and its clean accuracy too: see `possible`.
     """
-    if unknown := set(names) - set(PERTURBATIONS):
-        known = ", ".join(PERTURBATIONS)
-        raise ValueError(f"expected perturbations out of {known}; got {', '.join(sorted(unknown))}")
-    if rules.temperature:
-        raise ValueError(f"perturbed plays are greedy, got temperature {rules.temperature:g}")
+    check_lies(names, rules.temperature)
     cases, units = [], defaultdict(lambda: defaultdict(list))
     for k, (t, reward) in enumerate(zip(trajectories, rewards, strict=True)):
         shown = [i for i, s in enumerate(t.steps) if s.observation and s.observation.images]
@@ -486,12 +473,12 @@ def perturb(
         for name in names:
             lied_to = retell(policy, played, name, rules, seed)
             for (t, i), copy, (_, _, found) in zip(played, lied_to, wave):
-                unit = (changes(t, copy, i, found, right(copy)), found.cluster)
+                unit = (changes(t, copy, i, found), found.cluster)
                 for source in ("all", "/".join(t.sample.source.split("/")[:2])):
                     units[source][name].append(unit)
     if len(units) == 2:
         del units["all"]
-    return {source: {name: add_up(pairs, draws, seed) for name, pairs in lies.items()}
+    return {source: {name: add_up(pairs, DRAWS, seed) for name, pairs in lies.items()}
             for source, lies in units.items()}  # fmt: skip
 
 
@@ -500,25 +487,21 @@ def waves(policy: Policy, cases: Sequence, rules: Rules) -> Iterator[Sequence]:
     return (cases[k : k + size] for k in range(0, len(cases), size))
 
 
-def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding, right: bool | None) -> Parts:
+def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding) -> Parts:
     before, after = t.steps[i + 1 :], copy.steps[i + 1 :]
     possible = not any(s.observation and s.observation.environment for s in copy.steps[i:])
-    hit, miss = (found.has_verdict and faithful(found) == x for x in (1, 0))
-    graded = None not in (right, found.correct)
-    words = [(answer or "").casefold().split() for answer in (t.answer, copy.answer)]
-
-    def of(value: bool, among: bool = True) -> tuple[float, float]:
-        return (float(value), 1.0) if possible and among else (0.0, 0.0)
-
+    graded = possible and found.correct is not None
+    hit, miss = (graded and found.has_verdict and faithful(found) == x for x in (1, 0))
+    clean, words = bool(found.correct), [(x.answer or "").casefold().split() for x in (t, copy)]
+    right = is_right(copy)
     return {
-        "possible": (float(possible), 1.0),
-        "thoughts": of(thoughts(before) != thoughts(after)),
-        "actions": of(actions(before) != actions(after)),
-        "answers": of(words[0] != words[1]),
-        "accuracy": of(right, graded), "clean": of(found.correct, graded),
-        "accuracy_hit": of(right, graded and hit), "clean_hit": of(found.correct, graded and hit),
-        "accuracy_miss": of(right, graded and miss),
-        "clean_miss": of(found.correct, graded and miss),
+        "possible": one(possible),
+        "thoughts": one(thoughts(before) != thoughts(after), possible),
+        "actions": one(actions(before) != actions(after), possible),
+        "answers": one(words[0] != words[1], possible),
+        "accuracy": one(right, graded), "clean": one(clean, graded),
+        "accuracy_hit": one(right, hit), "clean_hit": one(clean, hit),
+        "accuracy_miss": one(right, miss), "clean_miss": one(clean, miss),
     }  # fmt: skip
 
 
@@ -574,35 +557,31 @@ def without_tools(
         yield from direct
 
 
-def ablation(
-    trajectories: Iterable[Trajectory], direct: Iterable[Trajectory],
-    right: Right = is_right, draws: int = DRAWS,
-) -> dict[str, Rate]:  # fmt: skip
+def ablation(trajectories: Iterable[Trajectory], direct: Iterable[Trajectory]) -> dict[str, Rate]:
     """Is the tool worth it? Search questions with tools and without (`direct`, from without_tools),
     what only one way solves."""
     units = []
     for t, d in zip(trajectories, direct, strict=True):
         if t.sample.kind == "search":
-            a, b = right(t), right(d)
-            if None not in (a, b):
-                units.append(({"with tools": (a, 1), "without tools": (b, 1),
-                               "solved only with": (a > b, 1), "solved only without": (a < b, 1)},
-                              question_of(t.sample)))  # fmt: skip
-    return add_up(units, draws)
+            a, b = is_right(t), is_right(d)
+            units.append(({"with tools": one(a), "without tools": one(b),
+                           "solved only with": one(a > b), "solved only without": one(a < b)},
+                          question_of(t.sample)))  # fmt: skip
+    return add_up(units, DRAWS)
 
 
 @torch.no_grad()
 def evidence(
     policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
-    crops: int = 4, margin: float = 0.1, seed: int = 0, draws: int = DRAWS,
+    crops: int = 4, seed: int = 0,
 ) -> dict[str, Rate]:  # fmt: skip
     """What the calls on search questions were worth, in nats of log pi(reference answer):
 
     evidence value   after what the tool showed, less the mean after random crops of the same size
     decision value   after what the tool showed, less where the call began: had it answered there
 
-    A call is used if the first exceeds `margin`, needed if the second does. The history is fixed,
-    and the answer follows at once: a further thought might give away what the crop showed. Calls
+    A call is used if the first exceeds 0.1, needed if the second does. The history is fixed, and
+    the answer follows at once: a further thought might give away what the crop showed. Calls
     without a box for each picture, or without room for another, are not measured.
     """
     units = []
@@ -620,16 +599,16 @@ def evidence(
                 gain, decision = real - fmean(rest), real - direct
             hit = measured and (score or 0) >= 1
             miss = measured and score is not None and not hit
-            used, needed = gain > margin, decision > margin
+            used, needed = gain > 0.1, decision > 0.1
             units.append(({
-                "measured": (measured, 1),
-                "evidence value": (gain, measured), "decision value": (decision, measured),
-                "evidence value of a hit": (gain * hit, hit),
-                "evidence value of a miss": (gain * miss, miss),
-                "used": (used, measured), "needed": (needed, measured),
-                "needed and used": (used and needed, measured),
+                "measured": one(measured),
+                "evidence value": one(gain, measured), "decision value": one(decision, measured),
+                "evidence value of a hit": one(gain, hit),
+                "evidence value of a miss": one(gain, miss),
+                "used": one(used, measured), "needed": one(needed, measured),
+                "needed and used": one(used and needed, measured),
             }, question_of(t.sample)))  # fmt: skip
-    return add_up(units, draws, seed)
+    return add_up(units, DRAWS, seed)
 
 
 def answer_log_probs(
@@ -670,7 +649,7 @@ def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, 
         try:
             if text.strip():
                 yield from_line(json.loads(text), path.parent, judge, f"line {number}")
-        except (ValueError, ArithmeticError, OSError) as error:
+        except (ValueError, OverflowError) as error:  # the latter: an infinite box
             raise ValueError(
                 f"{path}, line {number}: expected a trajectory as described at the head of "
                 f"faithfulness.py, but {error}"
@@ -679,7 +658,7 @@ def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, 
 
 def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajectory, Reward]:
     check(line, FIELDS, [*FIELDS][:5], "the line")
-    image, kind = upright_rgb(Image.open(folder / line["image"])), line.get("kind", "search")
+    image, kind = read_image(line["image"], folder), line.get("kind", "search")
     boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
     sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
     steps, scores = [], []
@@ -688,8 +667,8 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
         error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
         seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
         if box or "image" in step:
-            picture = Image.open(folder / step["image"]) if "image" in step else image.crop(box)
-            seen = replace(seen, images=[upright_rgb(picture)], boxes=[box], sources=["reported"])
+            picture = read_image(step["image"], folder) if "image" in step else image.crop(box)
+            seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
         if "score" not in step:  # (a BoxJudge sees no pictures)
             blind = seen.boxes == [None] and isinstance(judge, BoxJudge)
             step["score"] = None if blind else step_score(sample, seen, judge)
@@ -727,29 +706,27 @@ def box_in(image: Image.Image, box: object) -> Box:
 
 def demo() -> str:
     """Five search questions about a square in one of 16 cells, and one that needs no search."""
-    image, target = Image.new("RGB", (256, 256)), (76, 76, 120, 120)
-    question = "Which texture is on the red square ?"
-    search = Sample("demo", image, question, "checker", boxes=(target,))
-    direct = Sample("demo", image, "What color is the object at b2 ?", "red", kind="neutral")
+    image, boxes = Image.new("RGB", (256, 256)), ((76, 76, 120, 120),)
+    search = Sample("", image, "Which texture is on the red square ?", "checker", boxes=boxes)
+    direct = Sample("", image, "What color is the object at b2 ?", "red", kind="neutral")
     right, wrong = crop(search, (64, 64, 128, 128)), crop(search, (128, 64, 192, 128))
     typo = Observation(error="NameError: 'imag' is not defined", red_lines=["sandbox_error"])
     cases = {
-        "a wrong cell, then the right one": hand_made(search, wrong, right, answer="checker"),
-        "the right cell, misread": hand_made(search, right, answer="diagonal"),
-        "a wrong cell, a lucky answer": hand_made(search, wrong, answer="checker"),
-        "a typo, then a lucky answer": hand_made(search, typo, answer="checker"),
-        "a guess": hand_made(search, answer="diagonal"),
-        "no search needed": hand_made(direct, answer="red"),
+        "a wrong cell, then the right one": (search, "checker", wrong, right),
+        "the right cell, misread": (search, "diagonal", right),
+        "a wrong cell, a lucky answer": (search, "checker", wrong),
+        "a typo, then a lucky answer": (search, "checker", typo),
+        "a guess": (search, "diagonal"),
+        "no search needed": (direct, "red"),
     }
-    rewards = tapo(list(cases.values()), BoxJudge(), Weights(), Random(0))
-    findings = [finding(t, r, name) for (name, t), r in zip(cases.items(), rewards)]
-    lines = [
-        f"{name:34}{'correct' if f.correct else 'wrong':9}step scores {list(r.steps)}"
-        for name, f, r in zip(cases, findings, rewards)
-    ]
-    return "\n".join(
-        [*lines, "", listing(count(findings, draws=DRAWS)), "", cross_listing(findings)]
-    )
+    plays = [hand_made(replace(sample, id=name), *seen, answer=answer)
+             for name, (sample, answer, *seen) in cases.items()]  # fmt: skip
+    rewards = tapo(plays, BoxJudge(), Weights(), Random(0))
+    findings = list(map(finding, plays, rewards))
+    lines = [(name, "correct" if f.correct else "wrong", f"step scores {list(r.steps)}")
+             for name, f, r in zip(cases, findings, rewards)]  # fmt: skip
+    counts = count(findings, draws=DRAWS)
+    return "\n\n".join([grid(lines), listing(counts), cross_table(counts)])
 
 
 def main() -> None:
@@ -777,9 +754,9 @@ def main() -> None:
         parser.error(str(error))
     if not units:
         parser.error(f"{args.file} is empty: expected at least one trajectory")
-    findings, used = [f for f, _ in units], add_up(((use, f.cluster) for f, use in units), DRAWS)
-    table = cross_listing(findings, args.aggregate)
-    print(listing(count(findings, args.aggregate, DRAWS)), table, listing(used), sep="\n\n")
+    counts = count((f for f, _ in units), args.aggregate, DRAWS)
+    used = add_up(((use, f.cluster) for f, use in units), DRAWS)
+    print(listing(counts), cross_table(counts), listing(used), sep="\n\n")
 
 
 if __name__ == "__main__":

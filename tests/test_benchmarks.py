@@ -164,7 +164,7 @@ def test_every_benchmark_of_the_paper_has_a_row_here():
         ("mathvista, tsv", {"choices": "[yes"}, r"expected a list or dict, got '\[yes'"),
         ("mathverse, tsv", {"metadata": None}, "something in column problem_version"),
         ("charxiv, hub", {"reasoning_a": None}, "something in column answer or reasoning_a"),
-        ("mmmu, open", {"id": ""}, "something in column id"),
+        ("mmmu, open", {"id": ""}, "something in column category or id"),
     ],
 )
 def test_a_row_that_does_not_fit_says_what_is_missing(name, change, message):
@@ -356,8 +356,8 @@ def episodes_in(folder):
     return re.sub(r'"seconds": [\d.e-]+', '"seconds": 0', text).splitlines()
 
 
-def run(policy, samples, out, **more):
-    with scripted(policy, SCRIPTS):
+def run(policy, samples, out, scripts=None, **more):
+    with scripted(policy, scripts or SCRIPTS):
         rules = replace(RULES, temperature=0.0)
         return evaluate(policy, samples, BoxJudge(), rules=rules, out=out, wave=2, **more)[0]
 
@@ -382,9 +382,7 @@ def test_a_killed_evaluation_goes_on_and_ends_as_if_it_had_not_been(
     file.write_bytes(b"".join(lines[:keep]) + lines[keep][:40])  # the kill came amid a line
     asked.clear()
     first = keep // 2 * 2  # the wave that the kill tore is played again, its whole lines stay
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "SCRIPTS", SCRIPTS[first:] + SCRIPTS[:first])
-        assert run(policy, samples[:5], tmp_path / "cut") == whole
+    assert run(policy, samples[:5], tmp_path / "cut", SCRIPTS[first:]) == whole
     assert asked == [s.id for s in samples[first:5]]
     assert episodes_in(tmp_path / "cut") == episodes_in(tmp_path / "whole")
 
@@ -425,6 +423,54 @@ def test_k_plays_of_a_question_count_as_one_question(policy, samples, tmp_path):
     assert [t.sample.id for t in played] == [s.id for s in samples[:2] for _ in range(2)]
     assert [t.answer for t in played] == ["checker", "red", "checker", "checker"]
     assert list(played.lines) == [0, 1, 2, 3]
+
+
+def one_of(world, rank, folder, seen):
+    """A process that does not wait for the others; `seen`: the files wherever it would have."""
+
+    def meet():
+        seen.append(sorted(path.name for path in folder.glob("trajectories*")))
+
+    return SimpleNamespace(process_index=rank, num_processes=world, wait_for_everyone=meet)
+
+
+def test_each_process_plays_its_waves_and_the_first_makes_one_file_of_all(
+    policy, samples, tmp_path, asked
+):
+    whole = run(policy, samples[:5], tmp_path / "whole")
+    both, seen = tmp_path / "both", []
+    asked.clear()
+    with pytest.raises(RuntimeError, match="2 of 5 episodes"):  # the other's are missing
+        second = one_of(2, 1, both, seen)
+        run(policy, samples[:5], both, SCRIPTS[2:4], processes=second)
+    assert asked == [s.id for s in samples[2:4]]
+    assert seen == [[], ["trajectories-1.jsonl"], ["trajectories-1.jsonl"]]
+    asked.clear(), seen.clear()
+    scripts = SCRIPTS[:2] + SCRIPTS[4:]
+    assert run(policy, samples[:5], both, scripts, processes=one_of(2, 0, both, seen)) == whole
+    assert asked == [samples[i].id for i in (0, 1, 4)]
+    two = ["trajectories-1.jsonl", "trajectories.jsonl"]
+    assert seen == [two[:1], two, two[1:]]
+    assert episodes_in(both) == episodes_in(tmp_path / "whole")
+
+
+def test_what_a_process_left_counts_when_fewer_go_on_and_its_file_goes(
+    policy, samples, tmp_path, asked
+):
+    whole, cut = run(policy, samples[:5], tmp_path / "whole"), tmp_path / "cut"
+    with pytest.raises(RuntimeError):
+        run(policy, samples[:5], cut, SCRIPTS[2:4], processes=one_of(3, 1, cut, []))
+    (cut / "trajectories-2.jsonl").write_text('{"sample": {"id"')  # killed amid its first line
+    asked.clear()
+    assert run(policy, samples[:5], cut, SCRIPTS[:2] + SCRIPTS[4:]) == whole
+    assert asked == [samples[i].id for i in (0, 1, 4)]
+    assert [path.name for path in cut.glob("trajectories*")] == ["trajectories.jsonl"]
+    assert episodes_in(cut) == episodes_in(tmp_path / "whole")
+
+
+def test_several_processes_need_a_folder(policy, samples):
+    with pytest.raises(ValueError, match="several processes meet in a folder: expected out="):
+        run(policy, samples[:2], None, processes=one_of(2, 0, Path(), []))
 
 
 FLAGS = ["--model", "tiny", "--bench", "toy", "--limit", "4", "--wave", "2", "--turns", "2"]
@@ -484,7 +530,7 @@ def test_a_benchmark_is_played_from_its_file(policy, tmp_path, monkeypatch, caps
         (["--avg-at", "0"], "--avg-at must be at least 1, got 0"),
         (["--avg-at", "4", "--temperature", "0"], "--avg-at 4 of greedy plays is one play"),
         (["--perturb", "mask,nois"], "--perturb is all, or some of identity, .*; got nois"),
-        (["--perturb", "all", "--temperature", "1"], "--perturb compares greedy plays"),
+        (["--perturb", "all", "--avg-at", "2"], "greedy plays, got temperature 1: drop --avg-at"),
         (["--judge-url", "http://x/v1"], "a judge needs both --judge-url and --judge-model"),
         (["--bench", "vstar", "--data", "/no/such"], "no data in /no/such"),
     ],
@@ -514,6 +560,7 @@ def test_runs_are_shown_side_by_side_on_the_samples_they_share(policy, samples, 
     assert "report.html" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_an_episode_is_drawn_as_a_film_strip(policy, tmp_path, capsys):
     samples = toy_questions(2, seed="film", neutral_share=0.0)
     run(policy, samples, tmp_path)
@@ -535,7 +582,9 @@ def test_an_episode_is_drawn_as_a_film_strip(policy, tmp_path, capsys):
     errors = capsys.readouterr().err
     assert "no trajectories.jsonl" in errors and "--episode is 1 to 2, got 3" in errors
     odd = replace(samples[0], question="$\\x$ ^ {", options=("$", "\\frac{", "%"))
-    film(Trajectory(odd, acted=[True], answer="$\\x$"), Reward(None, 0.0, 0.0), tmp_path / "x.png")
+    for acted in ([True], []):
+        odd_one = Trajectory(odd, acted=acted, answer="$\\x$")
+        film(odd_one, Reward(None, 0.0, 0.0), tmp_path / "x.png")
 
 
 def test_lies_and_ablations_are_printed_and_kept(policy, tmp_path, monkeypatch, capsys):

@@ -64,8 +64,9 @@ def plain(image):
     return Image.frombytes(image.mode, image.size, image.tobytes())
 
 
-def shown(trajectories, rewards, *more):
-    return page([[("", *pair)] for pair in zip(trajectories, rewards)], *more)
+def shown(trajectories, rewards, columns):
+    plays = [[("", *pair)] for pair in zip(trajectories, rewards)]
+    return page(plays, columns, (), len(plays))
 
 
 TARGET = (76, 140, 120, 184)
@@ -270,6 +271,7 @@ def test_every_curve_can_be_told_apart_without_colour():
     assert len(set(module.MARKERS)) == len(module.COLORS) == len(set(styles)) == len(styles)
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_runs_are_compared_in_one_table_and_one_figure(tmp_path, capsys):
     for name, share in (("a", 0.25), ("b", 0.75)):
         (tmp_path / name).mkdir()
@@ -513,17 +515,34 @@ def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch
 
 CHROMIUM = shutil.which("chromium")
 PROBE = """<script>
-const down = key => new KeyboardEvent("keydown", {key, bubbles: true});
-const press = key => document.body.dispatchEvent(down(key));
-const at = () => document.activeElement.id, result = {};
+const press = (key, more = {}, on = document.body) => {
+  on.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, ...more}));
+  return document.activeElement.id;
+};
+const all = (selector, of) => [...document.querySelectorAll(selector)].map(of), result = {};
 Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});  // no style asks for more
-const right = [...document.body.querySelectorAll("*")].map(e => e.getBoundingClientRect().right);
-result.width = Math.max(...right);
-result.filters = [...document.querySelectorAll("select")].map(select => select.name);
-press("j"); result.first = at(); press("j"); result.second = at(); press("k"); result.back = at();
-const choose = document.querySelector("select[name=answer]");
-choose.value = "wrong"; choose.dispatchEvent(new Event("change", {bubbles: true}));
-result.wrong = [...document.querySelectorAll("article:not([hidden])")].map(card => card.id);
+result.width = Math.max(...all("body *", e => e.getBoundingClientRect().right));
+result.bar = all("section:first-of-type .bar i", i => i.getBoundingClientRect().width).slice(0, 5);
+result.colors = all(".bar i", i => getComputedStyle(i).backgroundColor).slice(0, 3);
+result.lines = all("article:first-of-type rect", r => getComputedStyle(r).stroke).slice(0, 6);
+result.code = getComputedStyle(document.querySelector("pre")).whiteSpaceCollapse;
+result.filters = all("label", label => label.textContent.trim().split(" ")[0]);
+const choose = name => document.querySelector(`select[name=${name}]`);
+result.values = ["look", "kind"].map(name => [...choose(name).options].map(o => o.text));
+result.keys = ["k", "j", "j", "k", "ArrowRight", "ArrowRight", "j", "ArrowLeft"].map(k => press(k));
+result.quiet = [press("k", {ctrlKey: true}), press("k", {metaKey: true}),
+  press("k", {}, choose("look"))];
+const only = (name, text) => {
+  choose(name).selectedIndex = [...choose(name).options].findIndex(option => option.text == text);
+  choose(name).dispatchEvent(new Event("change", {bubbles: true}));
+  return all("article:not([hidden])", card => card.id);
+};
+result.shown = [only("answer", "wrong"), only("answer", "correct")];
+press("k");
+result.next = press("j");  // past the one that is hidden
+const y = document.activeElement.getBoundingClientRect().top;
+result.seen = 0 <= y && y < innerHeight;
+result.shown.push(only("look", "faithful"), only("look", "all"), only("answer", "all"));
 document.title = JSON.stringify(result);
 </script>"""
 
@@ -547,9 +566,10 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     trajectories, rewards = worked_example()
     long = "a_name_that_is_much_too_long_for_a_phone_" * 4
     trajectories[1].steps[0].text = f"<think>{long}</think><code>\n{long}()\n</code>"
+    trajectories[1].sample = replace(trajectories[1].sample, question=long, id=long)
     write_trajectories(trajectories, rewards, tmp_path)
     curves([], tmp_path / "curves.png")
-    file = report(tmp_path, {"SFT": {"n": 3}, "TAPO": {"n": 3, "accuracy": 0.5}})
+    file = report(tmp_path, {"SFT": {"n": 3}, long: {"n": 3, "accuracy": 0.5}})
 
     shot = tmp_path / "shot.png"
     browse(tmp_path, mode, f"--window-size={width},1600", f"--screenshot={shot}", file.as_uri())
@@ -564,9 +584,21 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
     result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
     assert result["width"] <= width  # nothing sticks out
+    bar, tokens = sum(result["bar"]), [30, 10, 5, 10, 5]
+    assert bar > width / 2
+    assert result["bar"] == pytest.approx([bar * n / 60 for n in tokens], abs=1)
+    shown_to_it, chosen, again = result["colors"]
+    assert shown_to_it == again != chosen
+    white, black, blue = "rgb(255, 255, 255)", "rgb(0, 0, 0)", "rgb(0, 114, 178)"
+    assert result["lines"] == [white, black, white, black, white, blue]  # a rim, then the line
+    assert result["code"] == "preserve"
     assert result["filters"] == ["answer", "look", "kind", "error"]
-    assert (result["first"], result["second"], result["back"]) == ("t1", "t2", "t1")
-    assert result["wrong"] == ["t2"]
+    looks = ["faithful", "no tool", "unfaithful"]
+    assert result["values"] == [["all", *looks], ["all", "neutral", "search"]]
+    assert result["keys"] == ["t1", "t2", "t3", "t2", "t3", "t3", "t3", "t2"]
+    assert result["quiet"] == ["t2"] * 3
+    assert result["shown"] == [["t2"], ["t1", "t3"], ["t1"], ["t1", "t3"], ["t1", "t2", "t3"]]
+    assert result["next"] == "t3" and result["seen"]
 
     # With the policy in place its own script still runs, and no other does.
     hostile = tmp_path / "hostile.html"

@@ -17,6 +17,7 @@ from faithfulness import (
     AGGREGATES,
     Finding,
     Rate,
+    add_up,
     agreement,
     count,
     covered,
@@ -24,6 +25,8 @@ from faithfulness import (
     faithful,
     finding,
     kinds_of,
+    listing,
+    parts,
     question_of,
     rates,
     read_foreign,
@@ -69,6 +72,7 @@ def made(*scores, correct=True, search=True, recalls=()) -> Finding:
 def test_a_rate_of_nothing_is_none_and_prints():
     assert Rate(3, 4).value == 0.75 and str(Rate(3, 4)) == "0.750 (3/4)"
     assert Rate(0, 0).value is None and str(Rate(0, 0)) == "none (0/0)"
+    assert listing(tool_use([])) == ""
 
 
 # One trajectory
@@ -142,6 +146,15 @@ def test_an_unknown_aggregate_lists_the_known_ones():
 
 # Counts
 
+
+def cells(findings, aggregate="any"):
+    """The four numbers of the table correct x faithful."""
+    head, *rows = cross_table(count(findings, aggregate)).splitlines()
+    assert head.split() == ["faithful", "not"]
+    assert [row.split()[0] for row in rows] == ["correct", "wrong"]
+    return [float(cell) for row in rows for cell in row.split()[1:]]
+
+
 # Ten questions, eight of them search questions, counted by hand below.
 TEN = [
     found(WRONG, GOOD),  # right, faithful
@@ -185,10 +198,7 @@ def test_ten_questions_by_hand():
         "error_rate": (1, 10),
         "no_verdict": (0, 8),
     }
-    assert cross_table(TEN) == {
-        "correct": {"faithful": 2, "not": 3},
-        "wrong": {"faithful": 1, "not": 2},
-    }
+    assert cells(TEN) == [2, 3, 1, 2]
 
 
 def test_boxes_are_hit_by_half_or_by_four_fifths_and_one_or_all():
@@ -240,7 +250,7 @@ def test_an_answer_without_a_verdict_leaves_the_rates_of_correctness():
     assert counts["accuracy"] == counts["faithful_and_correct"] == Rate(1, 1)
     assert counts["accuracy_given_faithful"] == counts["faithful_given_correct"] == Rate(1, 1)
     assert counts["faithful"] == Rate(2, 2)
-    assert cross_table([made(1.0, correct=None)])["wrong"] == {"faithful": 0, "not": 0}
+    assert cells([made(1.0, correct=None)]) == [0, 0, 0, 0]
 
 
 def test_nothing_to_count_gives_none_and_no_error():
@@ -289,8 +299,8 @@ def test_plays_of_one_question_are_drawn_together():
 
 def test_intervals_repeat_with_their_seed_and_are_absent_where_nothing_can_be_drawn():
     findings = [made(1.0, correct=i < 3) for i in range(9)]
-    assert count(findings, draws=50, seed=1) == count(findings, draws=50, seed=1)
-    assert count(findings, draws=50, seed=1) != count(findings, draws=50, seed=2)
+    units = [(parts(f), "") for f in findings]
+    assert add_up(units, 50, seed=1) == add_up(units, 50, seed=1) != add_up(units, 50, seed=2)
     assert count(findings)["accuracy"].interval is None
     assert count(findings, draws=50)["direct_accuracy"].interval is None  # 0 of 0
     assert count([replace(f, cluster="q") for f in findings], draws=50)["accuracy"].interval is None
@@ -380,7 +390,7 @@ def test_use_of_tools_by_hand():
         coded(SEARCH),
         coded(SEARCH, ("print(1)", OURS), ("image.show()", FULL)),
     ]
-    got = {name: (r.numerator, r.denominator) for name, r in tool_use(trajectories, 0).items()}
+    got = {name: (r.numerator, r.denominator) for name, r in tool_use(trajectories).items()}
     assert got == {
         "0 calls": (2, 5), "1 calls": (0, 5), "2 calls": (2, 5), "3 calls": (0, 5),
         "4 calls": (1, 5), "5 or more calls": (0, 5),
@@ -407,14 +417,14 @@ def test_use_of_tools_by_hand():
     ],
 )
 def test_a_look_that_was_only_claimed(said, claimed):
-    decorative = tool_use([coded(SEARCH, said=said)], 0)["decorative crops"]
+    decorative = tool_use([coded(SEARCH, said=said)])["decorative crops"]
     assert decorative.numerator == claimed
-    shown = tool_use([coded(SEARCH, ("look()", GOOD), said=said)], 0)["decorative crops"]
+    shown = tool_use([coded(SEARCH, ("look()", GOOD), said=said)])["decorative crops"]
     assert shown.numerator == 0
 
 
 def test_a_crop_that_was_tried_and_failed_is_not_decorative():
-    assert tool_use([coded(SEARCH, ("imag.crop(b)", TYPO))], 0)["decorative crops"].numerator == 0
+    assert tool_use([coded(SEARCH, ("imag.crop(b)", TYPO))])["decorative crops"].numerator == 0
 
 
 # Trajectories of other agents
@@ -486,7 +496,7 @@ def test_without_targets_or_scores_there_is_no_verdict(folder):
         ({"question": "?", "image": "map.png"}, "line 2.*lacks .'answer', 'correct', 'steps'"),
         (BASE | {"target": []}, "line 2.*has .'target'.; known are question, .*targets"),
         (BASE | {"correct": 1}, "line 2.*correct 1, which is of another type"),
-        (BASE | {"image": "lost.png"}, "line 2.*No such file.*lost.png"),
+        (BASE | {"image": "lost.png"}, "line 2.*no such file.*lost.png"),
         (BASE | {"kind": "ocr"}, "line 2.*kind is 'search' or 'neutral', got 'ocr'"),
         (BASE | {"targets": [[0, 0, 9]]}, "line 2.*a box is .x0, y0, x1, y1., not .0, 0, 9."),
         (BASE | {"steps": [{}, {"bbox": 1}]}, "line 2.*step 2 .*'bbox'.; known are box, image"),
@@ -600,10 +610,10 @@ def test_order_does_not_matter(findings, shuffle, aggregate):
 
 @given(some, aggregates)
 def test_the_cross_table_adds_up(findings, aggregate):
-    table, counts = cross_table(findings, aggregate), count(findings, aggregate)
-    cells = [value for row in table.values() for value in row.values()]
-    assert sum(cells) == pytest.approx(counts["faithful"].denominator)
-    assert table["correct"]["faithful"] == pytest.approx(counts["faithful_and_correct"].numerator)
+    told = [f for f in findings if f.search and f.has_verdict]
+    expected = [sum(share(faithful(f, aggregate)) for f in told if f.correct == right)
+                for right in (True, False) for share in (float, lambda x: 1 - x)]  # fmt: skip
+    assert cells(findings, aggregate) == pytest.approx(expected, rel=1e-4)
 
 
 @given(some, aggregates)

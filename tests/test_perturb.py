@@ -347,8 +347,9 @@ def test_questions_of_several_sources_are_reported_apart_and_together(policy):
 
 def test_answers_without_a_verdict_leave_accuracy_and_nothing_else(policy):
     trajectories, rewards = played(policy, reads)
+    rewards = [replace(r, answer=None) for r in rewards]
     with speaking(reads):
-        study = perturb(policy, trajectories, rewards, GREEDY, ["mask"], right=lambda t: None)
+        study = perturb(policy, trajectories, rewards, GREEDY, ["mask"])
     rates = study["toy"]["mask"]
     assert rates["accuracy"].denominator == 0 and rates["answers"].denominator == 3
 
@@ -452,13 +453,14 @@ def test_log_probs_of_the_reference_are_those_of_a_plain_forward(policy):
 
 def test_evidence_and_decision_values_by_hand(policy, monkeypatch):
     trajectories, rewards = played(policy, deaf, [*SEARCH, *NEUTRAL])  # hit, miss, hit; no search
-    table = iter([[-1.0, -3.0, -2.0, -5.0], [-2.0, -2.0, -2.0, -1.0], [-1.0, -2.0, -2.0, -1.0]])
+    table = iter([[-1.0, -3.0, -2.0, -5.0], [-2.0, -2.0, -2.0, -2.25], [-1.0, -2.0, -2.0, -1.0625]])
     monkeypatch.setattr(faithfulness, "answer_log_probs", lambda *args: next(table))
     got = evidence(policy, trajectories, rewards, GREEDY, crops=2)
     assert {name: (r.numerator, r.denominator) for name, r in got.items()} == {
-        "measured": (3, 3), "evidence value": (1.5 + 0 + 1, 3), "decision value": (4 - 1 + 0, 3),
+        "measured": (3, 3), "evidence value": (1.5 + 0 + 1, 3),
+        "decision value": (4 + 0.25 + 0.0625, 3),
         "evidence value of a hit": (2.5, 2), "evidence value of a miss": (0, 1),
-        "used": (2, 3), "needed": (1, 3), "needed and used": (1, 3),
+        "used": (2, 3), "needed": (2, 3), "needed and used": (1, 3),
     }  # fmt: skip
 
 

@@ -97,7 +97,9 @@ def finished(study: Path, job: Job, faithful: float, **more) -> dict:
     )
     lines = [{"stage": "sft", "step": 1, "loss": 2.0}]
     for step in range(1, 16):
-        lines.append({"stage": "rl", "step": step, "answer": step / 100} | numbers)
+        area = None if step == 7 else 0.25  # of a step without any crop
+        rewards = {"answer": step / 100, "crop_area": area}
+        lines.append({"stage": "rl", "step": step} | rewards | numbers)
         if step == 10:
             lines.append({"stage": "evaluation", "step": 10, "ood_accuracy": 0.7})
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -108,6 +110,7 @@ def test_a_result_is_start_end_and_the_mean_of_every_ten_steps(study):
     found = finished(study, Job("tapo", HOME, 0), faithful=0.7)
     assert [point["step"] for point in found["curve"]] == [10, 15]
     assert [point["answer"] for point in found["curve"]] == pytest.approx([0.055, 0.13])
+    assert [point["crop_area"] for point in found["curve"]] == [0.25, 0.25]
     assert [p["evaluation"] and p["evaluation"]["ood_accuracy"] for p in found["curve"]] == [
         0.7,
         None,
