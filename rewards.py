@@ -31,7 +31,6 @@ import json
 import math
 import os
 import re
-import select
 import socket
 import string
 import subprocess
@@ -222,8 +221,8 @@ def unwrap(text: str) -> str:
 
 class MathGrader:
     """math-verify in a process of its own. Inside ours its time limit is SIGALRM, which raises
-    outside the main thread, and without a limit "9^{9^9}" hangs the run. A process can be killed,
-    and from any thread."""
+    outside the main thread, and without a limit "9^{9^9}" hangs the run. That process ends by
+    itself after `seconds` of computing: waiting for a core of a busy machine does not count."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self.seconds, self.lock = seconds, threading.Lock()
@@ -233,24 +232,19 @@ class MathGrader:
         """Are two formulas equal? What takes too long, or all the memory, is not."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                program = inspect.getsource(_grade_forever) + "_grade_forever()"
+                program = inspect.getsource(_grade_forever) + f"_grade_forever({self.seconds})"
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
                 self.process = subprocess.Popen([sys.executable, "-P", "-c", program], **pipes)
-                if self._read(120) != b"ready\n":  # imports take long on a busy machine
+                if self.process.stdout.readline() != b"ready\n":
                     raise RuntimeError(
                         "expected math-verify to start, but its process ended (the reason stands "
-                        "above) or hung; try: pip install -r requirements.txt"
+                        "above); try: pip install -r requirements.txt"
                     )
             self.process.stdin.write(json.dumps([reference, reply]).encode() + b"\n")
-            return self._read(self.seconds) == b"1\n"
-
-    def _read(self, seconds: float) -> bytes:
-        """A line of its output; or b"", and the process is no more."""
-        ready = select.select([self.process.stdout], [], [], seconds)[0]
-        line = self.process.stdout.readline() if ready else b""
-        if not line:
-            self.close()
-        return line
+            line = self.process.stdout.readline()
+            if not line:
+                self.close()
+            return line == b"1\n"
 
     def close(self) -> None:
         if self.process is not None:
@@ -258,7 +252,7 @@ class MathGrader:
             self.process.communicate()
 
 
-def _grade_forever() -> None:
+def _grade_forever(seconds: float) -> None:
     """The other process. A line [reference, reply] in, a line "1" or "0" out."""
     import json, logging, resource, signal, sys  # noqa: E401
     from math_verify import parse, verify
@@ -267,12 +261,12 @@ def _grade_forever() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     print("ready", flush=True)
     for line in sys.stdin:
-        signal.alarm(60)  # should the parent be killed while we are lost in a formula, we end too
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing; then SIGPROF ends us
         # Each text as one formula: "1 or 2" is then a set of two and equals neither.
         texts = (f"${text.replace('$', '')}$" for text in json.loads(line))
         reference, reply = (parse(text, parsing_timeout=None) for text in texts)
         print(int(verify(reference, reply, timeout_seconds=None)), flush=True)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 GRADER = MathGrader()
