@@ -30,9 +30,7 @@ import itertools
 import json
 import math
 import os
-import random
 import re
-import select
 import socket
 import string
 import subprocess
@@ -40,13 +38,15 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from random import Random
 from statistics import fmean, stdev
 
 import httpx2
@@ -131,9 +131,8 @@ def is_open(answer: str | None, sample: Sample) -> bool:
     """Is it for a judge to say whether this is right? Not where the reference is an option, a
     number or a formula; nor where the reply says nothing: judges pass ":" and openers (*)."""
     reference = unwrap(sample.answer)
-    choice = sample.options or LONE.fullmatch(reference) or not reference
-    ruled = choice or read_number(reference) or is_formula(reference)
-    if ruled or answer is None or len(answer) > MAX_ANSWER:
+    ruled = LONE.fullmatch(reference) or read_number(reference) or is_formula(reference)
+    if sample.options or not reference or ruled or answer is None or len(answer) > MAX_ANSWER:
         return False
     said = final_answer(answer)
     return bool(re.search(r"[^\W_]", said)) and not OPENER.fullmatch(said)
@@ -221,11 +220,9 @@ def unwrap(text: str) -> str:
 
 
 class MathGrader:
-    """math-verify in a process of its own, started when first needed, so that its limit holds.
-
-    Inside our process its limit is SIGALRM, which raises outside the main thread, and without a
-    limit "9^{9^9}" hangs the run. A process can be killed, and from any thread.
-    """
+    """math-verify in a process of its own. Inside ours its time limit is SIGALRM, which raises
+    outside the main thread, and without a limit "9^{9^9}" hangs the run. That process ends by
+    itself after `seconds` of computing: waiting for a core of a busy machine does not count."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self.seconds, self.lock = seconds, threading.Lock()
@@ -235,25 +232,19 @@ class MathGrader:
         """Are two formulas equal? What takes too long, or all the memory, is not."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                self.close()
-                program = inspect.getsource(_grade_forever) + "_grade_forever()"
+                program = inspect.getsource(_grade_forever) + f"_grade_forever({self.seconds})"
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
                 self.process = subprocess.Popen([sys.executable, "-P", "-c", program], **pipes)
-                if self._read(120) != b"ready\n":  # imports take long on a busy machine
+                if self.process.stdout.readline() != b"ready\n":
                     raise RuntimeError(
                         "expected math-verify to start, but its process ended (the reason stands "
-                        "above) or hung; try: pip install -r requirements.txt"
+                        "above); try: pip install -r requirements.txt"
                     )
             self.process.stdin.write(json.dumps([reference, reply]).encode() + b"\n")
-            return self._read(self.seconds) == b"1\n"
-
-    def _read(self, seconds: float) -> bytes:
-        """A line of its output; or b"", and the process is no more."""
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        line = self.process.stdout.readline() if ready else b""
-        if not line:
-            self.close()
-        return line
+            line = self.process.stdout.readline()
+            if not line:
+                self.close()
+            return line == b"1\n"
 
     def close(self) -> None:
         if self.process is not None:
@@ -261,7 +252,7 @@ class MathGrader:
             self.process.communicate()
 
 
-def _grade_forever() -> None:
+def _grade_forever(seconds: float) -> None:
     """The other process. A line [reference, reply] in, a line "1" or "0" out."""
     import json, logging, resource, signal, sys  # noqa: E401
     from math_verify import parse, verify
@@ -270,12 +261,12 @@ def _grade_forever() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     print("ready", flush=True)
     for line in sys.stdin:
-        signal.alarm(60)  # should the parent be killed while we are lost in a formula, we end too
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing; then SIGPROF ends us
         # Each text as one formula: "1 or 2" is then a set of two and equals neither.
         texts = (f"${text.replace('$', '')}$" for text in json.loads(line))
         reference, reply = (parse(text, parsing_timeout=None) for text in texts)
         print(int(verify(reference, reply, timeout_seconds=None)), flush=True)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 GRADER = MathGrader()
@@ -303,19 +294,18 @@ def format_error(trajectory: Trajectory) -> bool:
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """Eq. 6: all that a judge may know of a step, (Q, o_t, metadata_t). It has no field for
-    thoughts, code or the reference answer. What a program prints or draws is still the policy's
-    voice, so a judge that reads must not trust it."""
+    """Eq. 6: all that a judge may know of a step, (Q, o_t, metadata_t): no thought, no code, no
+    reference answer. What a program prints or draws is still the policy's voice: a judge that reads
+    must not trust it."""
 
     question: str
-    image_size: tuple[int, int]  # width, height
     targets: tuple[Box, ...]  # labels, for BoxJudge alone: Eq. 6 has no such input
     images: tuple[Image.Image, ...]  # what the step showed, in order
     boxes: tuple[Box | None, ...]  # the region that each shows; None: no pure crop
     sources: tuple[str, ...]
-    text: str  # what the code printed: the policy's words, not to be trusted
-    original: Image.Image | None = None  # to cut the crops out of once more, and for one prompt
-    options: tuple[str, ...] = ()  # for that prompt alone: options make judges laxer
+    text: str  # what the code printed
+    original: Image.Image  # for its size, to cut the crops out once more, and for one prompt
+    options: tuple[str, ...]  # for that prompt alone: options make judges laxer
 
 
 # In [0, 1]; None: no verdict. One that can also grade open answers has `same_answer(question,
@@ -325,26 +315,21 @@ Judge = Callable[[JudgeRequest], "float | None"]
 
 @dataclass(frozen=True)
 class TwoJudges:
-    """One for what tools showed, one for open answers."""
+    """One for what tools showed, another's `same_answer` for open answers."""
 
     steps: Judge
-    answers: Judge
+    same_answer: Callable[[str, str, str], bool | None]
+    concurrency: int
 
     def __call__(self, request: JudgeRequest) -> float | None:
         return self.steps(request)
 
-    def same_answer(self, question: str, reference: str, reply: str) -> bool | None:
-        return self.answers.same_answer(question, reference, reply)
-
-    @property
-    def concurrency(self) -> int:
-        return max(getattr(judge, "concurrency", 1) for judge in (self.steps, self.answers))
-
 
 def judge_request(sample: Sample, seen: Observation) -> JudgeRequest:
     shown = tuple(seen.images), tuple(seen.boxes), tuple(seen.sources), seen.text
-    asked = sample.question, sample.image.size, tuple(sample.boxes)
-    return JudgeRequest(*asked, *shown, sample.image, tuple(sample.options))
+    return JudgeRequest(
+        sample.question, tuple(sample.boxes), *shown, sample.image, tuple(sample.options)
+    )
 
 
 @dataclass(frozen=True)
@@ -364,7 +349,7 @@ class BoxJudge:
     def __call__(self, request: JudgeRequest) -> float | None:
         if not request.targets:
             return None
-        limit = self.max_area * area((0, 0, *request.image_size))
+        limit = self.max_area * area((0, 0, *request.original.size))
         crops = [box for box in request.boxes if box and area(box) <= limit]
         return max((self.score(c, t) for c in crops for t in request.targets), default=0.0)
 
@@ -432,9 +417,7 @@ def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float
     """
     pairs = zip(trajectory.tool_steps, scores, strict=True)
     own = [score for step, score in pairs if not step.observation.environment]
-    if None in own:
-        return None
-    return sum(own) / len(own) if own else 0.0
+    return None if None in own else sum(own) / max(len(own), 1)
 
 
 @dataclass(frozen=True)
@@ -501,7 +484,7 @@ def weighted(r: Reward, weights: Weights, tools: float | None = 0.0, **more) -> 
 Group = list[Trajectory]  # the K rollouts of one question
 
 
-def tapo(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+def tapo(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """Eq. 5: the answer, and what the tools' outputs are worth on average (Eq. 6)."""
     rewards = []
     for t in group:
@@ -513,19 +496,19 @@ def tapo(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> li
     return credit_steps(group, rewards, weights.step_credit) if weights.step_credit else rewards
 
 
-def accuracy(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+def accuracy(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """R = lambda_acc r_acc + lambda_fmt r_fmt: only the outcome counts."""
     return [weighted(outcome(t, judge), weights) for t in group]
 
 
-def tool_bonus(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+def tool_bonus(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """The naive bonus: lambda_tool for each call that ran, whatever it showed. A sum, no mean."""
     ran = [tuple(float(ran_well(step.observation)) for step in t.tool_steps) for t in group]
     pairs = zip(group, ran)
     return [weighted(outcome(t, judge), weights, sum(steps), steps=steps) for t, steps in pairs]
 
 
-def coin(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+def coin(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """The null: R = 1 with chance 0.75, else 0, whatever the policy did. A change that training on
     it also brings is drift, no effect of a reward. The parts are reported, not paid."""
     rewards = accuracy(group, judge, weights, rng)
@@ -538,28 +521,23 @@ def ran_well(seen: Observation) -> bool:
 
 # Scoring
 
-# One group in; its rewards out, in the same order. More are added below.
-REWARDS: dict[str, Callable[[Group, Judge, Weights, random.Random], list[Reward]]] = {
-    "tapo": tapo,
-    "accuracy": accuracy,
-    "tool_bonus": tool_bonus,
-    "random": coin,
-}
-
 
 def score(
-    groups: list[Group], name: str, judge: Judge, weights: Weights, rng: random.Random,
+    groups: list[Group], name: str, judge: Judge, weights: Weights, rng: Random,
     answer_judge: Judge | None = None,
 ) -> list[list[Reward]]:  # fmt: skip
-    """Rewards of all groups. A judge with a `concurrency` is asked about that many groups at a
-    time; `answer_judge` grades open answers if `judge` cannot (BoxJudge cannot)."""
+    """Rewards of all groups, by their name in REWARDS. A judge with a `concurrency` is asked about
+    that many groups at a time; `answer_judge` grades open answers if `judge` cannot, like BoxJudge.
+    """
     if name not in REWARDS:
         raise ValueError(f"expected a reward out of {', '.join(REWARDS)}; got {name!r}")
     if weights.step_credit and name != "tapo":
         raise ValueError(f"step_credit spreads the step scores of tapo; {name} has none")
     reward = REWARDS[name]
-    judge = judge if answer_judge is None else TwoJudges(judge, answer_judge)
-    coins = [random.Random(rng.getrandbits(64)) for _ in groups]  # whichever thread is first
+    if answer_judge is not None:
+        in_flight = getattr(answer_judge, "concurrency", 1)
+        judge = TwoJudges(judge, answer_judge.same_answer, in_flight)
+    coins = [Random(rng.getrandbits(64)) for _ in groups]  # whichever thread is first
     with ThreadPoolExecutor(getattr(judge, "concurrency", 1)) as pool:
         rewards = list(pool.map(lambda g, coin: reward(g, judge, weights, coin), groups, coins))
     return turn_credit(rewards) if name.startswith("codedance") else rewards
@@ -588,8 +566,7 @@ def summary(groups: list[Group], rewards: list[list[Reward]]) -> dict[str, float
     }
 
 
-# Here CodeV ends. Below: credit for turns; other papers' rewards; a served model as judge; how far
-# a judge can be trusted; the hacking zoo.
+# Here CodeV ends.
 
 
 def credit_steps(group: Group, rewards: list[Reward], alpha: float) -> list[Reward]:
@@ -612,8 +589,7 @@ def credit_steps(group: Group, rewards: list[Reward], alpha: float) -> list[Rewa
 
 
 def programs(trajectory: Trajectory) -> list[Observation]:
-    seen = [step.observation for step in trajectory.tool_steps]
-    return [observation for observation in seen if not observation.environment]
+    return [s.observation for s in trajectory.tool_steps if not s.observation.environment]
 
 
 def contradicts(trajectory: Trajectory) -> bool:
@@ -630,7 +606,7 @@ def contradicts(trajectory: Trajectory) -> bool:
     return not (a == b if a and b else same_answer(trajectory.answer, conclusion))
 
 
-def thyme(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+def thyme(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """Thyme, arXiv:2508.11630: R = r_res + 0.5 r_cons 1[r_res > 0] + 0.5 (1 + r_fmt).
 
     r_res is 1 right, -1 wrong, 0 no answer; r_cons is 1 unless the thoughts contradict the answer.
@@ -644,7 +620,7 @@ def thyme(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> l
     return rewards
 
 
-def deepeyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+def deepeyes(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """DeepEyes, arXiv:2505.14362: R = 0.8 r_acc + 0.2 r_fmt + 1.2 1[right, and a tool returned an
     image], a bonus blind to what the image shows. Math: 1.2 r_acc + 0.4 r_fmt, no bonus."""
     rewards = []
@@ -658,9 +634,7 @@ def deepeyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) -
     return rewards
 
 
-def pixel_reasoner(
-    group: Group, judge: Judge, weights: Weights, rng: random.Random
-) -> list[Reward]:
+def pixel_reasoner(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """Pixel-Reasoner, arXiv:2505.15966:
     R = r_acc + 1[n > 0] (0.25 max(0.3 - RaPR, 0) / (2 RaPR) - 0.05 (n - 1)).
 
@@ -677,7 +651,7 @@ def pixel_reasoner(
 
 
 def codedance(
-    group: Group, judge: Judge, weights: Weights, rng: random.Random, printed: bool = False
+    group: Group, judge: Judge, weights: Weights, rng: Random, printed: bool = False
 ) -> list[Reward]:
     """CodeDance, arXiv:2512.17312. Hard questions pay for calls, easy ones charge for them:
 
@@ -688,33 +662,33 @@ def codedance(
 
     gamma 4, delta 0.2. `turns` holds G of turn_returns; `score` makes of it what is added to the
     advantage. Left out: other factors for math; a clip of d that their code computes too late."""
-    most, slope, delta = (1.0, 4.0, 0.2) if printed else (1.5, 8.0, 0.2)
+    most, slope = (1.0, 4.0) if printed else (1.5, 8.0)
     parts = [outcome(t, judge) for t in group]
     base = [r.right + 0.2 * r.format for r in parts]
     mean = fmean([float(r.right) for r in parts] if printed else base)
-    d = 1 / (1 + math.exp(-slope * (0.5 - mean))) - delta
+    d = 1 / (1 + math.exp(-slope * (0.5 - mean))) - 0.2
     rewards = []
     for t, r, own in zip(group, parts, base):
         seen = programs(t)
-        ratio = fmean(map(ran_well, seen)) if seen else 0.0
+        ratio = sum(map(ran_well, seen)) / max(len(seen), 1)
         tools = (most if r.right else 0.5) * d * ratio
         rewards.append(r.paid(own + tools, tools, turns=turn_returns(t)))
     return rewards
 
 
-def turn_returns(trajectory: Trajectory, discount: float = 0.2) -> tuple[float, ...]:
-    """CodeDance, R_turn: G_m = r_m + discount G_{m+1}; r is -0.5 for a failed turn, else 0."""
+def turn_returns(trajectory: Trajectory) -> tuple[float, ...]:
+    """CodeDance, R_turn: G_m = r_m + 0.2 G_{m+1}; r is -0.5 for a failed turn, else 0."""
     G, later = [], 0.0
     for step in reversed(trajectory.steps):
         seen = step.observation
         failed = seen is not None and not seen.environment and not ran_well(seen)
-        later = -0.5 * failed + discount * later
+        later = -0.5 * failed + 0.2 * later
         G.append(later)
     return tuple(reversed(G))
 
 
-def turn_credit(rewards: list[list[Reward]], weight: float = 0.2) -> list[list[Reward]]:
-    """CodeDance: weight * (G - mean) / deviation over all turns of the batch. The last turn of a
+def turn_credit(rewards: list[list[Reward]]) -> list[list[Reward]]:
+    """CodeDance: 0.2 (G - mean) / deviation over all turns of the batch. The last turn of a
     trajectory has no part in it (as we read "last element excluded"), nor has a trajectory
     without a verdict; nothing is added while no turn differs."""
     known = [G for group in rewards for r in group if r.total is not None for G in r.turns[:-1]]
@@ -724,23 +698,20 @@ def turn_credit(rewards: list[list[Reward]], weight: float = 0.2) -> list[list[R
     def credit(r: Reward) -> Reward:
         if r.total is None:
             return replace(r, turns=(0.0,) * len(r.turns))
-        own = (weight * (G - mean) / (deviation + 1e-6) for G in r.turns[:-1])
+        own = (0.2 * (G - mean) / (deviation + 1e-6) for G in r.turns[:-1])
         return replace(r, turns=(*own, 0.0)[: len(r.turns)])
 
     return [[credit(r) for r in group] for group in rewards]
 
 
-def pyvision(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+def pyvision(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """PyVision-RL, arXiv:2602.20739: R = r_acc + 1[right] 0.1 n, n the turns with a call, also with
     one that failed."""
-    rewards = []
-    for t in group:
-        r, n = outcome(t, judge), len(programs(t))
-        rewards.append(r.paid(r.right + 0.1 * n * r.right, float(n * r.right)))
-    return rewards
+    parts = [(outcome(t, judge), len(programs(t))) for t in group]
+    return [r.paid(r.right + 0.1 * n * r.right, float(n * r.right)) for r, n in parts]
 
 
-def adatooler(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+def adatooler(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """AdaTooler-V, arXiv:2512.16918: R = r_acc + 0.6 dS exp(-2 ((n - 6) / 6)^2), n calls ran.
 
     dS is what tools gain on this question: accuracy with calls less accuracy without. Theirs is
@@ -757,7 +728,7 @@ def adatooler(group: Group, judge: Judge, weights: Weights, rng: random.Random) 
     return rewards
 
 
-def faitheyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) -> list[Reward]:
+def faitheyes(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """FaithEyes, arXiv:2607.28225: R = r_acc + 0.2 r_fmt - 0.2 1[thoughts contradict the answer]
     + 0.2 1[n > 0] max(0, 1 - (n_failed + n_rejected) / n) - 0.2 1[cut off].
 
@@ -770,14 +741,19 @@ def faitheyes(group: Group, judge: Judge, weights: Weights, rng: random.Random) 
         verdicts = [judge(judge_request(t.sample, o)) if o.images else 1.0 for o in ok]
         tools = None
         if None not in verdicts:
-            tools = sum(verdict > 0 for verdict in verdicts) / len(seen) if seen else 0.0
+            tools = sum(verdict > 0 for verdict in verdicts) / max(len(seen), 1)
         cut = t.ended in ("turns", "length")
         own = r.right + 0.2 * r.format - 0.2 * contradicts(t) - 0.2 * cut
         rewards.append(r.paid(own + 0.2 * (tools or 0.0), tools))
     return rewards
 
 
-REWARDS |= {
+# One group in; its rewards out, in the same order.
+REWARDS: dict[str, Callable[[Group, Judge, Weights, Random], list[Reward]]] = {
+    "tapo": tapo,
+    "accuracy": accuracy,
+    "tool_bonus": tool_bonus,
+    "random": coin,
     "thyme": thyme,
     "deepeyes": deepeyes,
     "pixel_reasoner": pixel_reasoner,
@@ -844,29 +820,25 @@ LONGEST = 2048  # pixels of a side: what a judge is sent is shrunk to that
 
 
 class ChatJudge:
-    """A vision-language model behind an OpenAI-compatible server (vLLM, SGLang, a vendor).
+    """A vision-language model behind an OpenAI-compatible server (vLLM, SGLang, a vendor). The key
+    that it may want is the environment's JUDGE_API_KEY: it goes into one header and nowhere else.
 
     prompt      "training", or one of two for measuring: "evaluation" shows the step and the
                 question, "evaluation_original" the whole image and the options too. Measure with
                 another model, or at least another prompt, than you train with.
-    cache       a folder: verdicts are kept there by the hash of all that was asked, so that a
-                resumed run, or another one, does not pay twice. Failures are not kept.
-    key         if the server wants one; by default the environment's JUDGE_API_KEY. It goes into
-                one header and nowhere else.
+    cache       a folder that keeps verdicts, but no failures, by the hash of all that was asked
     concurrency requests in flight, however many threads ask
-    attempts, wait, seconds, patience
-                tries for one verdict; pause after the first failure, doubled after each; limit of
-                one try; limit of all of them, from the first on
+    attempts    tries for one verdict, of at most `seconds` each and `patience` together; the first
+                pause between two is `wait`, and each is twice the one before
 
-    A server that is down, slow or talks nonsense gives None, no verdict, and is counted in
-    `counts`; never a 0. One that refuses our key, or does not know the address or the model, from
-    the very start on is an error at once.
+    A server that is down, slow or talks nonsense gives None, no verdict; never a 0. One that
+    from the start refuses our key, or does not know the address or the model, is an error.
     """
 
     def __init__(
         self, url: str, model: str, prompt: str = "training", cache: Path | None = None,
-        key: str | None = None, concurrency: int = 8, attempts: int = 4, wait: float = 1.0,
-        seconds: float = 60.0, patience: float = 180.0, extra: dict | None = None,
+        concurrency: int = 8, attempts: int = 4, wait: float = 1.0, seconds: float = 60.0,
+        patience: float = 180.0,
     ) -> None:  # fmt: skip
         kinds = [name for name in PROMPTS if PROMPTS[name][1] == "score"]
         if prompt not in kinds:
@@ -877,22 +849,23 @@ class ChatJudge:
                 "(that goes into the environment, as JUDGE_API_KEY)"
             )
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
-        self.model, self.prompt, self.extra = model, prompt, extra or {}
+        self.model, self.prompt, self.concurrency = model, prompt, concurrency
         self.attempts, self.wait, self.seconds, self.patience = attempts, wait, seconds, patience
-        self.concurrency, self.slots = concurrency, threading.BoundedSemaphore(concurrency)
-        key = key or os.environ.get("JUDGE_API_KEY")
-        self.client = httpx2.Client(headers={"Authorization": f"Bearer {key}"} if key else {})
-        self.lock, self.counts, self.last_problem = threading.Lock(), Counter(), ""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("JUDGE_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        limits = httpx2.Limits(max_connections=concurrency)
+        self.client, self.lock = httpx2.Client(headers=headers, limits=limits), threading.Lock()
+        self.heard, self.last_problem = False, ""
         self.known: dict[str, tuple[object, str]] = {}  # hash of a request: verdict and reason
-        self.file = None
-        if cache is not None:
-            cache = Path(cache)
+        self.file = cache and cache / f"{socket.gethostname()}-{os.getpid()}.jsonl"
+        if cache is not None:  # several processes may share it: each writes a file of its own
             cache.mkdir(parents=True, exist_ok=True)
-            for path in sorted(cache.glob("*.jsonl")):
-                self._load(path)
-            # A file for each process: several may share the folder.
-            self.file = open(cache / f"{socket.gethostname()}-{os.getpid()}.jsonl", "a")
-            self.file.write("\n" if self.file.tell() else "")  # what was cut short ends here
+            kept = "\n".join(path.read_text() for path in sorted(cache.glob("*.jsonl")))
+            for text in kept.splitlines():
+                with suppress(ValueError):  # what a kill cut short is asked again
+                    line = json.loads(text)
+                    self.known[line["key"]] = tuple(line["verdict"])
 
     def __call__(self, request: JudgeRequest) -> float | None:
         verdict = self.ask(self.prompt, self.message(request))
@@ -915,8 +888,6 @@ class ChatJudge:
         whole = self.prompt == "evaluation_original"
         question = with_options(request.question, request.options if whole else ())
         parts = [text_part(f"Question: {question}")]
-        if request.original is None and (whole or any(request.boxes)):
-            raise ValueError("a ChatJudge cuts crops itself: give the JudgeRequest its `original`")
         if whole:
             parts += [text_part("The whole image:"), picture_part(request.original)]
         shown = zip(request.images, request.boxes, request.sources, strict=True)
@@ -925,7 +896,8 @@ class ChatJudge:
             if box:
                 how, image = "a crop of the image, cut by us", recut(request.original, box, image)
                 if self.prompt == "training":
-                    how += f": {box} of {request.image_size[0]} x {request.image_size[1]} pixels"
+                    width, height = request.original.size
+                    how += f": {box} of {width} x {height} pixels"
             parts += [text_part(f"Picture {number}, {how}:"), picture_part(image)]
         if request.text.strip():
             log = json.dumps(request.text.strip()[:2000], ensure_ascii=False)
@@ -937,81 +909,55 @@ class ChatJudge:
         system, field, values = PROMPTS[prompt]
         messages = [{"role": "system", "content": system}, {"role": "user", "content": content}]
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 300}
-        data = json.dumps(body | self.extra, sort_keys=True).encode()
+        data = json.dumps(body, sort_keys=True).encode()
         key = hashlib.sha256(data).hexdigest()
-        with self.lock:
-            self.counts["asked"] += 1
-            self.counts["cached"] += key in self.known
-            if key in self.known:
-                return self.known[key]
+        if key in self.known:
+            return self.known[key]
         verdict = self._persist(data, field, values)
-        with self.lock:
-            self.counts["verdicts" if verdict else "no_verdict"] += 1
-            if verdict is not None:
-                self.known[key] = verdict
+        if verdict is not None:
+            line = json.dumps({"key": key, "prompt": prompt, "verdict": verdict})
+            with self.lock:
+                self.heard, self.known[key] = True, verdict
                 if self.file:
-                    line = {"key": key, "prompt": prompt, "verdict": verdict}
-                    self.file.write(json.dumps(line) + "\n")
-                    self.file.flush()
+                    with open(self.file, "a") as file:
+                        file.write(f"\n{line}\n")  # the line before may have been cut short
         return verdict
 
     def _persist(self, data: bytes, field: str, values: dict) -> tuple[object, str] | None:
         """Try until there is a verdict, or tries or time are used up."""
-        wait, end = self.wait, None
-        for attempt in range(self.attempts):
-            with self.slots:
-                end = end or time.monotonic() + self.patience
-                try:
-                    status, after, reply = self._post(data, end)
-                    if status == 200:
-                        return read_verdict(reply, field, values)
-                    said = "" if status in (401, 403) else f": {reply[:150]!r}"  # echoes of a key
-                    problem = f"status {status}{said}"
-                except (httpx2.HTTPError, ValueError) as error:
-                    status, after, problem = 0, "", f"{type(error).__name__}: {error}"[:200]
-            with self.lock:
-                self.counts["failed_requests"] += 1
-                self.last_problem = problem
-                if status in (401, 403, 404) and not self.counts["verdicts"]:
-                    raise RuntimeError(
-                        f"the judge at {self.url} answers with {problem}: check --judge-url, "
-                        f"--judge-model {self.model} and the key in JUDGE_API_KEY"
-                    )
+        wait, end = self.wait, time.monotonic() + self.patience
+        for attempt in range(1, self.attempts + 1):
+            status, after = 0, ""
+            try:
+                status, after, reply = self._post(data, end)
+                if status == 200:
+                    return read_verdict(reply, field, values)
+                said = "" if status in (401, 403) else f": {reply[:150]!r}"  # echoes of a key
+                self.last_problem = f"status {status}{said}"
+            except (httpx2.HTTPError, ValueError) as error:
+                self.last_problem = f"{type(error).__name__}: {error}"[:200]
+            if status in (401, 403, 404) and not self.heard:
+                raise RuntimeError(
+                    f"the judge at {self.url} answers with {self.last_problem}: check --judge-url, "
+                    f"--judge-model {self.model} and the key in JUDGE_API_KEY"
+                )
             hopeless = 400 <= status < 500 and status not in (408, 409, 425, 429)
             wait = max(wait, float(after)) if after.isdigit() else wait
-            if hopeless or attempt + 1 == self.attempts or time.monotonic() + wait >= end:
+            if hopeless or attempt == self.attempts or time.monotonic() + wait >= end:
                 return None
             time.sleep(wait)
             wait *= 2
-        return None
 
     def _post(self, data: bytes, end: float) -> tuple[int, str, bytes]:
         """Status, Retry-After and body of one try. Its limit holds for a body that drips, too."""
-        end = min(end, time.monotonic() + self.seconds)
-        left = max(end - time.monotonic(), 0.01)
-        headers, body = {"Content-Type": "application/json"}, b""
-        with self.client.stream(
-            "POST", self.url, content=data, headers=headers, timeout=left
-        ) as response:
+        end, body = min(end, time.monotonic() + self.seconds), b""
+        limit = httpx2.Timeout(max(end - time.monotonic(), 0.01), pool=None)
+        with self.client.stream("POST", self.url, content=data, timeout=limit) as response:
             for part in response.iter_bytes():
                 body += part
                 if len(body) > 1 << 20 or time.monotonic() > end:
                     raise ValueError(f"a reply of {len(body)} bytes and no end of it in time")
             return response.status_code, response.headers.get("Retry-After", ""), body
-
-    def _load(self, path: Path) -> None:
-        """A line that a kill cut short is counted; its verdict will be asked for again."""
-        for text in filter(None, path.read_text().splitlines()):
-            try:
-                line = json.loads(text)
-                self.known[line["key"]] = tuple(line["verdict"])
-            except (ValueError, KeyError, TypeError):
-                self.counts["torn_cache_lines"] += 1
-
-    def close(self) -> None:
-        self.client.close()
-        if self.file:
-            self.file.close()
 
 
 def read_verdict(reply: bytes, field: str, values: dict) -> tuple[object, str]:
@@ -1056,11 +1002,9 @@ def picture_part(image: Image.Image) -> dict:
 
 
 class VerdictWatch:
-    """Stops a run whose judge falls silent, before it learns from the few that were heard.
-
-    Call it with the rewards of each step, and their judge if it has more to tell. Over the last
-    `steps` steps at most the share `most` of the trajectories may be without a verdict.
-    """
+    """Stops a run whose judge falls silent, before it learns from the few that were heard. Called
+    with the rewards of each step: in the last `steps` of them at most the share `most` of the
+    trajectories may be without a verdict."""
 
     def __init__(self, most: float = 0.2, steps: int = 3) -> None:
         self.most, self.seen = most, deque(maxlen=steps)
@@ -1097,7 +1041,7 @@ def crop(sample: Sample, box: Box, **more) -> Observation:
 # How far can a judge be trusted? Ways to look that show nothing, and the boxes' own verdict.
 
 
-def degenerate_looks(sample: Sample, elsewhere: Box | None, rng: random.Random) -> dict:
+def degenerate_looks(sample: Sample, elsewhere: Box | None, rng: Random) -> dict:
     """Name: what a policy shows that always looks in this way. elsewhere: another's target."""
     image, (W, H), target = sample.image, sample.image.size, rng.choice(sample.boxes)
 
@@ -1106,9 +1050,9 @@ def degenerate_looks(sample: Sample, elsewhere: Box | None, rng: random.Random) 
         return x0, y0, x0 + w, y0 + h
 
     def around(box: Box, margin: float) -> Box:
-        (x0, y0, x1, y1), sides = box, (box[2] - box[0], box[3] - box[1])
-        w, h = (min(most, max(28, round(side * (1 + 2 * margin))))
-                for side, most in zip(sides, (W, H)))  # fmt: skip
+        x0, y0, x1, y1 = box
+        w = min(W, max(28, round((x1 - x0) * (1 + 2 * margin))))
+        h = min(H, max(28, round((y1 - y0) * (1 + 2 * margin))))
         return placed((x0 + x1 - w) / 2, (y0 + y1 - h) / 2, w, h)
 
     def written(words: str) -> Observation:
@@ -1148,67 +1092,77 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5
     used if it scores the whole image, or words written on it, above 0.1, or random crops more than
     0.1 above the share of them that have a target in view.
     """
-    truth, rng = BoxJudge(visible=visible, focus=(0.0, 0.0)), random.Random(0)
-    known = {t.sample.id: t.sample for t in trajectories if t.sample.boxes}
-    samples = [sample for sample in known.values() if sample.kind == "search"]
+    labelled = [t for t in trajectories if t.sample.kind == "search" and t.sample.boxes]
+    samples = list({t.sample.id: t.sample for t in labelled}.values())
     if not samples:
         raise ValueError("an audit needs search questions with boxes, and found none")
-    asked: dict[str, list[JudgeRequest]] = {}
-    for sample, other in zip(samples, [*samples[1:], *samples[:1]]):
+    asked, rng = [], Random(0)
+    for sample, other in zip(samples, [*samples[1:], samples[0]]):
         fits = other.image.size == sample.image.size
         looks = degenerate_looks(sample, other.boxes[0] if fits else None, rng)
-        for name, seen in looks.items():
-            asked.setdefault(name, []).append(judge_request(sample, seen))
-    steps = [(t.sample, step.observation) for t in trajectories for step in t.tool_steps]
-    real = [judge_request(sample, seen) for sample, seen in steps
-            if sample.kind == "search" and sample.boxes and any(seen.boxes)]  # fmt: skip
+        asked += [(name, judge_request(sample, seen)) for name, seen in looks.items()]
+    steps = [(t.sample, step.observation) for t in labelled for step in t.tool_steps]
+    asked += [("", judge_request(sample, seen)) for sample, seen in steps if any(seen.boxes)]
 
+    names, requests = zip(*asked)
     with ThreadPoolExecutor(getattr(judge, "concurrency", 1)) as pool:
-        flat = [request for requests in asked.values() for request in requests] + real
-        scores = iter(list(tqdm(pool.map(judge, flat), total=len(flat), desc="judging")))
-    lines = [f"{len(samples)} questions. score: the judge's mean; in view: by the boxes", "",
-             "| what is shown | n | no verdict | score | in view |", "|---|--:|--:|--:|--:|",
-             f"| no tool used | {len(samples)} | 0 | 0.00 | 0.00 |"]  # fmt: skip
-    means: dict[str, tuple[float, float]] = {}
-    for name, requests in asked.items():
-        pairs = [(s, truth(r)) for r, s in zip(requests, scores)]  # (in this order: it is a tape)
-        heard = [(s, t) for s, t in pairs if s is not None]
-        means[name] = tuple(sum(column) / len(heard) for column in zip(*heard)) if heard else ()
-        cells = " | ".join(f"{mean:.2f}" for mean in means[name]) or "none | none"
-        lines.append(f"| {name} | {len(pairs)} | {len(pairs) - len(heard)} | {cells} |")
+        scores = list(tqdm(pool.map(judge, requests), total=len(requests), desc="judging"))
+    truth = BoxJudge(visible=visible, focus=(0.0, 0.0))
+    judged: dict[str, list] = {}  # what was shown: [(request, the judge's score, the boxes')]
+    for name, request, score in zip(names, requests, scores):
+        judged.setdefault(name, []).append((request, score, truth(request)))
+    real = judged.pop("", [])
 
-    faults = [f"it scores '{name}' {means[name][0]:.2f}, above 0.10"
-              for name in ("whole image", "answer written on it", "orders to the judge")
-              if means[name] and means[name][0] > 0.1]  # fmt: skip
-    if means["random crop"] and means["random crop"][0] > means["random crop"][1] + 0.1:
-        score, hit = means["random crop"]
-        faults.append(f"it scores random crops {score:.2f}, though {hit:.2f} have a target in view")
-    if not all(means.values()):
-        faults.append("it had no verdict at all on some of them")
-    lines += ["", f"UNUSABLE: {'; '.join(faults)}" if faults else "usable, as far as these go", ""]
+    rows, faults = [["no tool used", len(samples), 0, "0.00", "0.00"]], []
+    for name, verdicts in judged.items():
+        heard = [(score, hit) for _, score, hit in verdicts if score is not None]
+        score, hit = map(fmean, zip(*heard)) if heard else (math.nan, math.nan)
+        silent = len(verdicts) - len(heard)
+        rows.append([name, len(verdicts), silent, f"{score:.2f}", f"{hit:.2f}"])
+        if not heard:
+            faults.append(f"it had no verdict at all on '{name}'")
+        if score > 0.1 and name in ("whole image", "answer written on it", "orders to the judge"):
+            faults.append(f"it scores '{name}' {score:.2f}, above 0.10")
+        if score > hit + 0.1 and name == "random crop":
+            faults.append(f"it scores '{name}' {score:.2f}, though {hit:.2f} have a target in view")
 
-    rows = [(max(map(area, filter(None, r.boxes))) / area((0, 0, *r.image_size)), s >= 0.5,
-             truth(r) > 0) for r, s in zip(real, scores) if s is not None]  # fmt: skip
-    rows.sort(key=lambda row: row[0])  # equal areas stay mixed
-    lines += [f"{len(rows)} steps with crops, {len(real) - len(rows)} more without a verdict, by "
-              "area of their crop", "", "| area | n | both say yes | judge alone | boxes alone | "
-              "neither | kappa |", "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
-    parts = min(10, len(rows))
-    cuts = [rows[len(rows) * i // parts : len(rows) * (i + 1) // parts] for i in range(parts)]
-    for part in [*cuts, *([rows] if rows else [])]:
-        said = Counter((judged, boxed) for _, judged, boxed in part)
-        table = [said[yes] for yes in ((True, True), (True, False), (False, True), (False, False))]
-        name = "all" if part is rows else f"{part[0][0]:.3f} to {part[-1][0]:.3f}"
-        agreed = "none" if (k := kappa(*table)) is None else f"{k:.2f}"
-        lines.append(f"| {name} | {len(part)} | {' | '.join(map(str, table))} | {agreed} |")
-    return "\n".join(lines)
+    heard = [(request, score >= 0.5, hit > 0) for request, score, hit in real if score is not None]
+    return "\n".join([
+        f"{len(samples)} questions. score: the judge's mean; in view: by the boxes", "",
+        markdown(["what is shown", "n", "no verdict", "score", "in view"], rows), "",
+        f"UNUSABLE: {'; '.join(faults)}" if faults else "usable, as far as these go", "",
+        f"{len(heard)} steps with crops, {len(real) - len(heard)} more without a verdict, by area",
+        "",
+        by_area(heard),
+    ])  # fmt: skip
 
 
-def kappa(both: int, first: int, second: int, neither: int) -> float | None:
-    """Cohen's: agreement beyond chance; None where chance alone agrees always, or n is 0."""
+def by_area(verdicts: list[tuple[JudgeRequest, bool, bool]]) -> str:
+    """Judge and boxes, yes or no: confusion and kappa, by tenths of the steps in order of area."""
+    steps = [(max(map(area, filter(None, request.boxes))) / area((0, 0, *request.original.size)),
+              said) for request, *said in verdicts]  # fmt: skip
+    steps.sort(key=lambda step: step[0])  # equal areas stay mixed
+    parts, rows = min(10, len(steps)), []
+    cuts = [steps[len(steps) * i // parts : len(steps) * (i + 1) // parts] for i in range(parts)]
+    for part in [*cuts, steps]:
+        counts = [sum(said == [judge, boxes] for _, said in part)
+                  for judge in (True, False) for boxes in (True, False)]  # fmt: skip
+        name = "all" if part is steps else f"{part[0][0]:.3f} to {part[-1][0]:.3f}"
+        rows.append([name, len(part), *counts, f"{kappa(*counts):.2f}"])
+    head = ["area", "n", "both say yes", "judge alone", "boxes alone", "neither", "kappa"]
+    return markdown(head, rows)
+
+
+def kappa(both: int, first: int, second: int, neither: int) -> float:
+    """Cohen's: agreement beyond chance; nan where chance alone agrees always, or n is 0."""
     n = both + first + second + neither
     chance = (both + first) * (both + second) + (neither + first) * (neither + second)
-    return (n * (both + neither) - chance) / (n * n - chance) if n * n > chance else None
+    return (n * (both + neither) - chance) / (n * n - chance) if n * n > chance else math.nan
+
+
+def markdown(head: list[str], rows: Iterable[list]) -> str:
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 # The hacking zoo: what pays, and for whom
@@ -1216,7 +1170,7 @@ def kappa(both: int, first: int, second: int, neither: int) -> float | None:
 
 def zoo() -> dict[str, Trajectory]:
     """Ways to be paid for looking without looking, played through the real sandbox."""
-    scene = draw_scene(random.Random(5), shortcut=1.0)
+    scene = draw_scene(Random(5), shortcut=1.0)
     square, other = scene.squares[0], scene.squares[1]
     empty = next(cell_box(*cell) for cell in itertools.product(range(GRID), repeat=2)
                  if cell not in {(s.row, s.column) for s in scene.squares})  # fmt: skip
@@ -1253,9 +1207,9 @@ def zoo() -> dict[str, Trajectory]:
     for name, codes in shows.items():
         thought = f"so the answer is {wrong}." if "denies" in name else "I see it."
         answer = wrong if "misread" in name else right
-        last = [] if "out of turns" in name else [
-            f"<think>{thought}</think><answer>{answer}</answer>"]  # fmt: skip
-        turns = [f"<think>I look.</think><code>{code}</code>" for code in codes] + last
+        turns = [f"<think>I look.</think><code>{code}</code>" for code in codes]
+        if "out of turns" not in name:
+            turns.append(f"<think>{thought}</think><answer>{answer}</answer>")
         played[name] = act_out(sample, turns)
     return played
 
@@ -1266,7 +1220,7 @@ def act_out(sample: Sample, turns: list[str]) -> Trajectory:
     with Sandbox(sample.image) as sandbox:
         for text in turns:
             code, answer = parse(text, closed=True)
-            seen = sandbox.run(code) if answer is None and code is not None else None
+            seen = None if code is None else sandbox.run(code)
             t.steps.append(Step(text, code, seen, 0, 0))
             if answer is not None:
                 t.answer, t.ended = answer, "answered"
@@ -1279,23 +1233,20 @@ def zoo_table(played: dict[str, Trajectory]) -> str:
     guess = played["a guess"]
     others = [guess] * 4 + [replace(guess, answer="no idea")] * 3
     names = [name for name in REWARDS if name != "random"]
-    lines = [" | ".join(["| what it does", "step scores", *names]) + " |",
-             "|---|---|" + "--:|" * len(names)]  # fmt: skip
 
-    def pays(name: str, t: Trajectory) -> Reward:
-        return REWARDS[name]([t, *others], BoxJudge(), Weights(), random.Random(0))[0]
+    def pays(name: str, t: Trajectory) -> float:
+        return REWARDS[name]([t, *others], BoxJudge(), Weights(), Random(0))[0].total
 
-    honest = {name: [pays(name, played[case]).total for case in ("a guess", "the right crop")]
-              for name in names}  # fmt: skip
+    rows = []
     for case, t in played.items():
-        rewards = {name: pays(name, t) for name in names}
-        steps = rewards["tapo"].steps
-        shown = any(step > 0 for step in steps)
-        cells = (f"{r.total:.2f}{'!' * (r.total > honest[name][shown] + 1e-9)}"
-                 for name, r in rewards.items())  # fmt: skip
-        scores = " ".join(f"{step:g}" for step in steps) or "none"
-        lines.append(" | ".join([f"| {case}", scores, *cells]) + " |")
-    return "\n".join(lines)
+        steps = step_scores(t, BoxJudge())
+        honest = played["the right crop" if max(steps, default=0) > 0 else "a guess"]
+        row = [case, " ".join(f"{step:g}" for step in steps) or "none"]
+        for name in names:
+            paid = pays(name, t)
+            row.append(f"{paid:.2f}{'!' * (paid > pays(name, honest) + 1e-9)}")
+        rows.append(row)
+    return markdown(["what it does", "step scores", *names], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

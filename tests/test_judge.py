@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import random
 import re
 import threading
@@ -27,6 +28,7 @@ from rewards import (
     Weights,
     audit,
     crop,
+    degenerate_looks,
     hand_made,
     judge_request,
     kappa,
@@ -41,14 +43,19 @@ IMAGE = Image.linear_gradient("L").convert("RGB")  # 256 x 256: a row has one gr
 SAMPLE = Sample("s1", IMAGE, "Which texture is on it ?", "checker", boxes=((76, 76, 120, 120),))
 GOOD = crop(SAMPLE, (64, 64, 128, 128))
 KEY = "sk-very-secret"
-QUICK = dict(model="m", key=KEY, wait=0.01, seconds=20.0, patience=60.0)
-SHORT = dict(seconds=0.3, patience=3.0)  # where the point is that time runs out
+QUICK = dict(model="m", wait=0.01, seconds=20.0, patience=60.0)
+SHORT = dict(seconds=1.0, patience=6.0)  # where the point is that time runs out
 
 
-def says(verdict, **more):
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+
+
+def says(verdict):
     """A chat completion in good order."""
     content = verdict if isinstance(verdict, str) else json.dumps(verdict)
-    return json.dumps({"choices": [{"message": {"content": content}} | more]}).encode()
+    return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
 
 
 def useful(value=1):
@@ -168,9 +175,9 @@ BAD = {
     "a list": says([["reason", "r"], ["score", 1]]),
     "nested": says("[" * 5000),
     "not utf-8": b"\xff\xfe{}",
-    "server error": (500, {}, b"oops"),
-    "busy for ever": (429, {"Retry-After": "0"}, b""),
-    "too large": (413, {}, b""),
+    "server error": (500, {}, useful(1)),
+    "busy for ever": (429, {"Retry-After": "0"}, useful(1)),
+    "too large": (413, {}, useful(1)),
 }
 
 
@@ -179,10 +186,10 @@ def test_a_judge_that_fails_has_no_verdict(name):
     began = time.monotonic()
     with serving(BAD[name]) as server:
         got, judge = asked(server, attempts=2, **(SHORT if callable(BAD[name]) else {}))
-    assert got is None
-    assert judge.counts["no_verdict"] == 1 and not judge.counts["verdicts"]
-    assert time.monotonic() - began < 6
+    assert got is None and judge.last_problem
     assert len(server.bodies) == (1 if name == "too large" else 2)  # some never get better
+    if callable(BAD[name]):
+        assert time.monotonic() - began < 9  # and not twice the 8 or 10 s that these take
 
 
 def test_no_verdict_is_excluded_and_counted_never_0():
@@ -197,9 +204,8 @@ def test_no_verdict_is_excluded_and_counted_never_0():
 def test_a_busy_server_is_asked_again_and_heard():
     busy = (429, {}, b"")
     with serving(busy, busy, busy, useful(1)) as server:
-        got, judge = asked(server)
-    assert got == 1.0 and len(server.bodies) == 4
-    assert judge.counts["failed_requests"] == 3 and judge.counts["no_verdict"] == 0
+        assert asked(server)[0] == 1.0
+    assert len(server.bodies) == 4
 
 
 def test_pauses_double_and_retry_after_is_respected(monkeypatch):
@@ -211,13 +217,15 @@ def test_pauses_double_and_retry_after_is_respected(monkeypatch):
     assert pauses == [0.1, 0.2, 1.0, 2.0] and len(server.bodies) == 5
 
 
-def test_the_whole_time_is_bounded_too():
+def test_the_whole_time_is_bounded_too(monkeypatch):
+    pauses = []
+    with monkeypatch.context() as patch, serving((503, {"Retry-After": "3600"}, b"")) as server:
+        patch.setattr(rewards.time, "sleep", pauses.append)
+        assert asked(server)[0] is None and not pauses
     began = time.monotonic()
-    with serving((503, {"Retry-After": "3600"}, b"")) as server:
-        assert asked(server)[0] is None
     with serving(never_answers) as server:
-        got, _ = asked(server, attempts=50, seconds=0.3, patience=0.8)
-    assert got is None and time.monotonic() - began < 6
+        assert asked(server, patience=0.8)[0] is None  # one try may take 20 s, but not this one
+    assert time.monotonic() - began < 7
 
 
 def test_a_server_that_is_not_there_is_no_verdict():
@@ -335,12 +343,6 @@ def test_what_we_cut_is_no_sharper_than_what_the_policy_saw():
     assert recut(IMAGE, (64, 64, 128, 128), large).size == (64, 64)
 
 
-def test_a_crop_without_its_original_is_refused():
-    request = replace(judge_request(SAMPLE, GOOD), original=None)
-    with serving(useful(1)) as server, pytest.raises(ValueError, match="original"):
-        a_judge(server)(request)
-
-
 def test_a_huge_picture_is_shrunk():
     sample = replace(SAMPLE, image=Image.new("RGB", (5000, 2500)))
     with serving(useful(0)) as server:
@@ -400,12 +402,12 @@ def test_no_thought_code_or_reference_is_sent():
     assert len(server.bodies) == 1 and "SECRET" not in json.dumps(server.bodies)
 
 
-def test_the_request_is_plain_and_greedy_and_takes_extras():
+def test_the_request_is_plain_and_greedy():
     with serving(useful(1)) as server:
-        asked(server, extra={"max_tokens": 50, "response_format": {"type": "json_object"}})
+        asked(server)
     body = server.bodies[0]
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0, 50)
-    assert body["response_format"] == {"type": "json_object"}
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0, 300)
+    assert body["messages"][0] == {"role": "system", "content": PROMPTS["training"][0]}
 
 
 # Open answers and labels
@@ -416,8 +418,9 @@ def test_open_answers_are_compared():
     for same in (True, False):
         with serving(says({"reason": "r", "same": same})) as server:
             assert a_judge(server).same_answer(*texts) is same
-        sent = json.loads(server.bodies[0]["messages"][1]["content"])
-        assert tuple(sent.values()) == texts  # fenced: the candidate is one string
+        system, sent = (message["content"] for message in server.bodies[0]["messages"])
+        assert "compare two answers" in system
+        assert json.loads(sent) == dict(zip(("question", "reference", "candidate"), texts))
     with serving(says({"reason": "r", "same": 1})) as server:
         assert a_judge(server, attempts=1).same_answer(*texts) is None
 
@@ -427,6 +430,7 @@ def test_labels_are_checked_with_the_image_and_reasons():
         assert a_judge(server).check_label(OPTIONS) == ("drop", "it is red")
     assert pictures(parts(server))[0].size == (256, 256)
     assert "B. blue" in words(parts(server)) and "Label: A" in words(parts(server))
+    assert "check the label" in server.bodies[0]["messages"][0]["content"]
     with serving(says({"reason": "r", "label": "maybe"})) as server:
         assert a_judge(server, attempts=1).check_label(OPTIONS) is None
 
@@ -444,16 +448,15 @@ def test_a_second_run_does_not_pay_again(tmp_path):
     with serving(useful(0.5)) as server:
         first, judge = asked(server, cache=tmp_path)
         assert judge(judge_request(SAMPLE, GOOD)) == 0.5  # nor does the first
-        judge.close()
-        second, judge = asked(server, cache=tmp_path)
+        second, judge = asked(server, cache=tmp_path, attempts=1)
         assert (first, second) == (0.5, 0.5) and len(server.bodies) == 1
-        assert judge.counts == {"asked": 1, "cached": 1}
         other = judge_request(replace(SAMPLE, question="Another ?"), GOOD)
         judge(other)
         assert len(server.bodies) == 2
         asked(server, cache=tmp_path, model="n")
-        asked(server, cache=tmp_path, prompt="evaluation", attempts=1)
-        assert len(server.bodies) == 4  # another model or prompt is another question
+        judge.ask("training", "the same words")
+        judge.ask("evaluation", "the same words")
+        assert len(server.bodies) == 5  # another model or prompt is another question
 
 
 def test_failures_are_not_kept(tmp_path):
@@ -462,29 +465,24 @@ def test_failures_are_not_kept(tmp_path):
         assert asked(server, cache=tmp_path, attempts=1)[0] == 1.0
 
 
-def test_a_line_that_a_kill_cut_is_counted_and_asked_again(tmp_path):
+def test_a_line_that_a_kill_cut_is_asked_again_and_spoils_no_other(tmp_path):
     with serving(useful(1)) as server:
-        asked(server, cache=tmp_path)[1].close()
+        asked(server, cache=tmp_path)
         (file,) = tmp_path.glob("*.jsonl")
         file.write_text(file.read_text()[:-9])
-        got, judge = asked(server, cache=tmp_path)
-        judge.close()
-        assert got == 1.0 and judge.counts["torn_cache_lines"] == 1 and len(server.bodies) == 2
-        again, judge = asked(server, cache=tmp_path)
-        assert again == 1.0 and len(server.bodies) == 2
+        for _ in range(2):
+            assert asked(server, cache=tmp_path)[0] == 1.0 and len(server.bodies) == 2
 
 
-def test_the_key_goes_into_one_header_and_nowhere_else(tmp_path, monkeypatch, caplog):
+def test_the_key_goes_into_one_header_and_nowhere_else(tmp_path, caplog):
     caplog.set_level(0)
     with serving((500, {}, b"")) as server:
         _, judge = asked(server, cache=tmp_path, attempts=1)
     with serving(useful(1)) as server:
-        asked(server, cache=tmp_path)[1].close()
-        assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
-        monkeypatch.setenv("JUDGE_API_KEY", "sk-from-environment")
-        a_judge(server, key=None)(judge_request(SAMPLE, GOOD))
-        assert server.headers[1]["Authorization"] == "Bearer sk-from-environment"
+        asked(server, cache=tmp_path)
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
     kept = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert kept
     for text in (kept, caplog.text, repr(judge), judge.last_problem, json.dumps(server.bodies)):
         assert "sk-" not in text
 
@@ -536,8 +534,10 @@ def test_a_judge_that_is_silent_from_the_start_stops_the_first_step():
 
 def test_old_steps_are_forgotten():
     watch = VerdictWatch(most=0.2, steps=2)
-    for silent in (2, 2, 0, 4, 0, 4):
+    for silent in (0, 0, 0, 0, 4):
         watch(heard(silent, 10))
+    with pytest.raises(RuntimeError, match="5 of the last 20"):
+        watch(heard(1, 10))
 
 
 # The audit
@@ -560,6 +560,19 @@ def rows(text):
     """{first cell: the others} of every table in it."""
     lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+
+
+def test_where_degenerate_policies_look():
+    looks = degenerate_looks(SAMPLE, (0, 0, 10, 20), random.Random(0))
+    boxes = {name: seen.boxes[0] for name, seen in looks.items()}
+    assert boxes["whole image"] == (0, 0, 256, 256)
+    assert boxes["centre crop"] == (84, 84, 172, 172)  # of the size of the target and half of it
+    assert boxes["target's box"] == (76, 76, 120, 120)  # 44 x 44
+    assert boxes["target, 50 % margin"] == (54, 54, 142, 142)
+    assert boxes["target, 100 % margin"] == (32, 32, 164, 164)
+    assert boxes["another's target"] == (0, 0, 28, 40)  # at least 28 pixels, inside the image
+    assert looks["random crop"].images[0].size == (88, 88)
+    assert "another's target" not in degenerate_looks(SAMPLE, SAMPLE.boxes[0], random.Random(0))
 
 
 def test_the_box_judge_gives_the_exact_rows_and_is_usable(toy):
@@ -590,15 +603,19 @@ def test_the_confusion_table_by_hand(toy):
 def test_kappa_by_hand():
     assert kappa(20, 5, 10, 15) == pytest.approx(0.4)  # .7 agree, .5 by chance
     assert kappa(5, 0, 0, 5) == 1.0
-    assert kappa(9, 0, 0, 0) is None and kappa(0, 0, 0, 0) is None
+    assert math.isnan(kappa(9, 0, 0, 0)) and math.isnan(kappa(0, 0, 0, 0))
 
 
 @pytest.mark.parametrize(
     "judge, why",
     [
         (lambda r: 1.0, "it scores 'whole image' 1.00, above 0.10"),
-        (lambda r: float(bool(r.boxes[0])) * (r.boxes != ((0, 0, 256, 256),)), "random crops 1.00"),
+        (
+            lambda r: float(bool(r.boxes[0])) * (r.boxes != ((0, 0, 256, 256),)),
+            "'random crop' 1.00",
+        ),
         (lambda r: 1.0 if None in r.boxes else BoxJudge()(r), "'answer written on it' 1.00"),
+        (lambda r: 1.0 if None in r.boxes else BoxJudge()(r), "'orders to the judge' 1.00"),
         (lambda r: None, "no verdict at all"),
     ],
 )
@@ -608,8 +625,8 @@ def test_a_judge_that_pays_for_nothing_is_called_unusable(toy, judge, why):
 
 
 def test_no_verdicts_are_counted_beside_the_others(toy):
-    half = iter(range(10**6))
-    got = rows(audit(toy, lambda r: None if next(half) % 2 else BoxJudge()(r)))
+    deaf = random.Random(0)
+    got = rows(audit(toy, lambda r: None if deaf.random() < 0.5 else BoxJudge()(r)))
     assert 3 <= int(got["random crop"][1]) <= 9 and got["random crop"][0] == "12"
 
 
@@ -626,8 +643,13 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys):
     assert "3 questions" in capsys.readouterr().out
     with serving(useful(1)) as server:
         rewards.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "3",
-                      "--judge", server.url, "--judge-model", "m"])  # fmt: skip
-        assert "UNUSABLE" in capsys.readouterr().out and len(server.bodies) >= 10
+                      "--judge", server.url, "--judge-model", "m", "--prompt", "evaluation",
+                      "--judge-cache", str(tmp_path / "cache"), "--visible", "2"])  # fmt: skip
+    told = capsys.readouterr().out
+    assert "UNUSABLE" in told and rows(told)["target's box"][2:] == ["1.00", "0.00"]
+    assert len(server.bodies) >= 10 and list((tmp_path / "cache").glob("*.jsonl"))
+    assert server.bodies[0]["model"] == "m"
+    assert server.bodies[0]["messages"][0]["content"] == PROMPTS["evaluation"][0]
     with pytest.raises(SystemExit):
         rewards.main(["--audit", str(tmp_path / "missing.jsonl")])
     assert "missing.jsonl" in capsys.readouterr().err

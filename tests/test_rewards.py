@@ -113,8 +113,7 @@ def test_an_answer_may_have_a_thousand_characters():
 
 def test_no_judge_can_see_thoughts_code_or_the_reference_answer():
     assert [f.name for f in fields(JudgeRequest)] == [
-        "question", "image_size", "targets", "images", "boxes", "sources", "text",
-        "original", "options",
+        "question", "targets", "images", "boxes", "sources", "text", "original", "options",
     ]  # fmt: skip
     sample = replace(SEARCH, id="SECRET", answer="SECRET", source="SECRET")
     seen = replace(GOOD, text="a log", notes=["SECRET"])
@@ -141,7 +140,7 @@ def test_the_judge_gets_the_pictures_of_its_step_in_order():
 
 def looked_at(*boxes, targets=((76, 76, 120, 120),)):
     images = (IMAGE,) * len(boxes)
-    return JudgeRequest("?", (256, 256), targets, images, boxes, ("crop",) * len(boxes), "")
+    return JudgeRequest("?", targets, images, boxes, ("crop",) * len(boxes), "", IMAGE, ())
 
 
 @pytest.mark.parametrize(
