@@ -21,7 +21,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -33,8 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rollout import Picture, Policy, Trajectory
-
-log = logging.getLogger(__name__)
 
 # Compare: each rollout against the others of its own question
 
@@ -50,9 +47,10 @@ def advantage_mean(reward: Tensor, verdict: Tensor) -> Tensor:
     """
     reward = reward.masked_fill(~verdict, 0.0)
     baseline = reward.sum(-1, keepdim=True) / verdict.sum(-1, keepdim=True).clamp(min=1)
-    A = (reward - baseline).masked_fill(~verdict, 0.0)
     # Equal rewards give exactly 0: the rounding of a mean is no signal.
-    return A.masked_fill(constant(reward, verdict)[:, None], 0.0)
+    high = reward.masked_fill(~verdict, -torch.inf).amax(-1, keepdim=True)
+    low = reward.masked_fill(~verdict, torch.inf).amin(-1, keepdim=True)
+    return (reward - baseline).masked_fill(~verdict | (high - low < 1e-6), 0.0)
 
 
 def advantage_std(reward: Tensor, verdict: Tensor) -> Tensor:
@@ -67,17 +65,7 @@ def advantage_std(reward: Tensor, verdict: Tensor) -> Tensor:
     return A / (variance.sqrt() + 1e-4)
 
 
-def constant(reward: Tensor, verdict: Tensor) -> Tensor:
-    """[G] True where a group has nothing to compare: all its rewards are equal."""
-    high = reward.masked_fill(~verdict, float("-inf")).amax(-1)
-    low = reward.masked_fill(~verdict, float("inf")).amin(-1)
-    return high - low < 1e-6
-
-
-ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "none": advantage_mean,
-    "std": advantage_std,
-}
+ADVANTAGES = {"none": advantage_mean, "std": advantage_std}
 
 
 # The objective, token by token. Only acted tokens ever get here: there is no mask to forget.
@@ -107,10 +95,7 @@ def weights_sequence(lengths: Tensor) -> Tensor:
     return per_token / (lengths > 0).sum().clamp(min=1)
 
 
-LOSS_AVERAGES: dict[str, Callable[[Tensor], Tensor]] = {
-    "token": weights_token,
-    "sequence": weights_sequence,
-}
+LOSS_AVERAGES = {"token": weights_token, "sequence": weights_sequence}
 
 
 # One row per group
@@ -138,76 +123,70 @@ def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
     """branches: (index, trajectory) of one group; all share their prompt."""
     first = branches[0][1]
     P = first.prompt
-    ids, segment = [torch.tensor(first.ids[:P])], [torch.zeros(P, dtype=torch.long)]
-    positions, pictures = [], first.images[: first.prompt_images]
-    keep, labels, owner, slot = [], [], [], P
+    ids, segment, pictures = first.ids[:P], [0] * P, first.images[: first.prompt_images]
+    positions, keep, labels, owner = [], [], [], []
     for b, (index, t) in enumerate(branches, start=1):
         if t.ids[:P] != first.ids[:P]:
             raise ValueError(f"{t.sample.id}: the rollouts of a group must share one prompt")
-        own = torch.tensor(t.ids)
-        where = policy.positions(own[None], torch.ones_like(own)[None], [p.grid for p in t.images])
+        alone = torch.tensor([t.ids])
+        where = policy.positions(alone, torch.ones_like(alone), [p.grid for p in t.images])
         where = where[1:, 0].cpu()  # [3, P + branch] without the text row, which is for generate
-        if not positions:
-            positions.append(where[:, :P])
-        positions.append(where[:, P:])
-        acted = torch.tensor(t.acted[P:]).nonzero()[:, 0]
-        ids.append(own[P:])
-        segment.append(torch.full((len(own) - P,), b))
+        positions.append(where if b == 1 else where[:, P:])
+        acted = [k for k in range(P, len(t.ids)) if t.acted[k]]
         # A branch's first token is predicted by the prompt's last slot, wherever the branch is.
-        keep.append(torch.where(acted == 0, P - 1, slot + acted - 1))
-        labels.append(own[P:][acted])
-        owner.append(torch.full((len(acted),), index))
-        pictures = pictures + t.images[t.prompt_images :]
-        slot += len(own) - P
-    return Row(
-        torch.cat(ids), torch.cat(segment), torch.cat(positions, -1),
-        torch.cat(keep), torch.cat(labels), torch.cat(owner), pictures,
-    )  # fmt: skip
+        keep += [P - 1 if k == P else len(ids) + k - P - 1 for k in acted]
+        labels += [t.ids[k] for k in acted]
+        owner += [index] * len(acted)
+        ids += t.ids[P:]
+        segment += [b] * (len(t.ids) - P)
+        pictures += t.images[t.prompt_images :]
+    of_slots, of_acted = torch.tensor([ids, segment]), torch.tensor([keep, labels, owner]).long()
+    return Row(*of_slots, torch.cat(positions, -1), *of_acted, pictures)
 
 
-def group_rows(
-    policy: Policy, group: list[tuple[int, Trajectory]], row_tokens: int
-) -> Iterator[Row]:
-    """A group as one row, or as several if prompt and branches exceed `row_tokens` slots: the
-    mask costs L^2. Any split gives the same gradient. A single branch is never cut."""
-    part, slots = [], 0
-    for index, trajectory in group:
-        branch = len(trajectory.ids) - trajectory.prompt
-        if part and slots + branch > row_tokens:
-            yield group_row(policy, part)
+def packed(items: list, size: Callable[[list], int], budget: int) -> Iterator[list]:
+    """The items in their order, as many at a time as have a `size` within the budget together; one
+    that exceeds it goes alone."""
+    part = []
+    for item in items:
+        if part and size([*part, item]) > budget:
+            yield part
             part = []
-        if not part:
-            slots = trajectory.prompt
-        part.append((index, trajectory))
-        slots += branch
+        part.append(item)
     if part:
-        yield group_row(policy, part)
+        yield part
+
+
+def group_rows(policy: Policy, group: list[tuple[int, Trajectory]], row_tokens: int) -> list[Row]:
+    """A group as one row, or as several if prompt and branches exceed `row_tokens` slots: the
+    mask costs L^2. Any split gives the same gradient. A branch is never cut."""
+
+    def slots(part: list[tuple[int, Trajectory]]) -> int:
+        return part[0][1].prompt + sum(len(t.ids) - t.prompt for _, t in part)
+
+    return [group_row(policy, part) for part in packed(group, slots, row_tokens)]
 
 
 def micro_batches(rows: list[Row], row_tokens: int) -> Iterator[list[Row]]:
-    """Rows of similar length side by side, at most `row_tokens` slots (padding included; a
-    single longer row goes alone)."""
-    batch: list[Row] = []
-    for row in sorted(rows, key=lambda row: len(row.ids)):
-        if batch and (len(batch) + 1) * len(row.ids) > row_tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
+    """Rows of similar length side by side, at most `row_tokens` slots, padding included."""
+    by_length = sorted(rows, key=lambda row: len(row.ids))
+    return packed(by_length, lambda batch: len(batch) * len(batch[-1].ids), row_tokens)
+
+
+CHUNK = 1024  # acted tokens whose logits exist at the same time
 
 
 class Scorer(nn.Module):
     """Rows -> log pi(token | history) of their acted tokens, as the sampler saw it.
 
     "As the sampler saw it": control tokens are forbidden and logits are divided by the
-    temperature, here as there. Logits exist only for acted tokens and only `chunk` at a time:
-    with Qwen's vocabulary the full logits of 8,000 slots take 5 GB, and autograd keeps copies.
+    temperature, here as there. Logits exist only for acted tokens and only CHUNK at a time: with
+    Qwen's vocabulary the full logits of 8,000 slots take 5 GB, and autograd keeps copies.
     """
 
-    def __init__(self, policy: Policy, chunk: int = 1024) -> None:
+    def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self.model, self.chunk = policy.model, chunk
+        self.model = policy.model
         self.forbidden = torch.tensor(policy.forbidden, device=policy.device)
 
     def logp(self, hidden: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -224,7 +203,7 @@ class Scorer(nn.Module):
         """[N, H], [N] -> [N]"""
         return torch.cat([
             checkpoint(self.logp, h, y, temperature, use_reentrant=False)
-            for h, y in zip(hidden.split(self.chunk), labels.split(self.chunk))
+            for h, y in zip(hidden.split(CHUNK), labels.split(CHUNK))
         ])  # fmt: skip
 
 
@@ -336,8 +315,7 @@ def actor_of(policy: Policy) -> Policy:
 def sync(policy: Policy, actor: Policy) -> None:
     """Give the actor the policy's weights: once a step, before it plays."""
     if actor is not policy:
-        pairs = zip(policy.model.parameters(), actor.model.parameters(), strict=True)
-        for p, q in pairs:
+        for p, q in zip(policy.model.parameters(), actor.model.parameters()):
             q.copy_(whole(p.detach().to(q.dtype)))
 
 
@@ -406,28 +384,25 @@ def learn(
 
     The report is of the last update. kl, entropy and clip_fraction are means over the tokens that
     were scored; kl is None without a reference. A step whose loss or gradient is not finite is
-    skipped and reported; train.py counts those.
+    skipped and reported.
     """
     if objective.ratio_anchor == "ref" and reference is None:
         raise ValueError("--ratio-anchor ref compares with the reference policy: one is needed")
     trajectories, advantage = [t for group in groups for t in group], advantage.flatten()  # [M]
-    lengths = torch.tensor([float(sum(t.acted)) for t in trajectories])
-    if objective.mask_truncated:
-        cut = torch.tensor([t.ended in ("turns", "length") for t in trajectories])
-        lengths = lengths.masked_fill(cut, 0.0)
+    masked = ("turns", "length") if objective.mask_truncated else ()
+    lengths = torch.tensor([0 if t.ended in masked else sum(t.acted) for t in trajectories]).float()
     everyone = gathered(lengths)  # an average is over the rollouts of all processes
     weight = LOSS_AVERAGES[objective.loss_agg](torch.cat(everyone))
-    weight = weight.split(list(map(len, everyone)))[processes()[0]]
-    weight = weight.masked_fill(lengths == 0, 0.0)  # [M]
+    weight = weight.split(list(map(len, everyone)))[processes()[0]]  # [M]
+    credits = [own for group in turns for own in group] if turns else [None] * len(lengths)
+    A_of = list(map(token_advantage, trajectories, advantage.tolist(), credits))
 
-    # Without a KL term a rollout with A = 0 has no gradient: leave it out.
-    extra = [own for group in turns for own in group] if turns else [None] * len(trajectories)
-    A_of = [token_advantage(t, a, own)
-            for t, a, own in zip(trajectories, advantage.tolist(), extra, strict=True)]  # fmt: skip
-    pulled = torch.tensor([bool(A.any()) for A in A_of])
-    useful = (weight > 0) & (pulled | (objective.beta > 0))
-    indexed, batches = iter(enumerate(trajectories)), []
-    members = [[(i, t) for i, t in islice(indexed, len(group)) if useful[i]] for group in groups]
+    def teaches(i: int) -> bool:  # without a KL term a rollout with A = 0 has no gradient
+        return lengths[i] > 0 and (objective.beta > 0 or A_of[i].any())
+
+    K, batches = len(groups[0]), []
+    members = [[(i, t) for i, t in enumerate(group, start=g * K) if teaches(i)]
+               for g, group in enumerate(groups)]  # fmt: skip
     for part in parts(members):
         rows = [r for group in part for r in group_rows(policy, group, objective.row_tokens)]
         batches += micro_batches(rows, objective.row_tokens)
@@ -435,12 +410,11 @@ def learn(
     policy.model.train()
     weight = weight.to(policy.device)
     batches = level(policy, batches)
-    old = _scores(policy, batches, objective) if objective.updates > 1 else None
-    ref = _scores(reference, batches, objective) if reference is not None else None
+    old = scores(policy, batches, objective) if objective.updates > 1 else None
+    ref = scores(reference, batches, objective) if reference else None
     for _ in range(objective.updates):
         optimizer.zero_grad()
-        report = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
-        scored = 0.0  # the weight of the tokens that were: without KL, A = 0 leaves some out
+        sums = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction", "scored"), 0.0)
         broken: set[str] = set()  # samples of a micro-batch whose loss is not finite
         for b, batch in enumerate(batches):
             logp_new, owner = log_probs(policy, batch, objective.temperature)  # [N]
@@ -448,8 +422,8 @@ def learn(
             logp_ref = ref[b] if ref else logp_new.detach()
             anchor = logp_ref if objective.ratio_anchor == "ref" else logp_old
             own = [A_of[i] for i in owner.unique_consecutive().tolist()]
-            A = torch.cat([torch.zeros(0), *own])  # [N]
-            A, w = A.to(policy.device), weight[owner]
+            A = torch.cat([torch.zeros(0), *own]).to(policy.device)  # [N]
+            w = weight[owner]  # [N]
             surrogate = clipped_surrogate(logp_new, anchor, A, objective.eps)
             kl = kl_k3(logp_new, logp_ref)
             loss = -(w * (surrogate - objective.beta * kl)).sum()  # Eq. 4
@@ -458,42 +432,41 @@ def learn(
                 broken |= {trajectories[i].sample.id for i in owner.tolist()}
             with torch.no_grad():
                 clipped = surrogate < (logp_new - anchor).exp() * A
-                scored += w.sum().item()
-                report["loss"] += loss.item()
-                report["kl"] += (w * kl).sum().item()
-                report["entropy"] -= (w * logp_new).sum().item()
-                report["clip_fraction"] += (w * clipped).sum().item()
-        report = {name: sum(gathered(value)) for name, value in report.items()}
-        scored, broken = sum(gathered(scored)), set().union(*gathered(broken))
-        for name in ("kl", "entropy", "clip_fraction"):
-            report[name] = report[name] / scored if scored else None
-        if broken:
-            optimizer.zero_grad()
+                sums["scored"] += w.sum().item()
+                sums["loss"] += loss.item()
+                sums["kl"] += (w * kl).sum().item()
+                sums["entropy"] -= (w * logp_new).sum().item()
+                sums["clip_fraction"] += (w * clipped).sum().item()
+        broken = set().union(*gathered(broken))
         norm = None if broken else apply_gradient(policy.model, optimizer, objective.max_grad_norm)
         if norm is None:
-            log.error("step skipped, not finite: %s", sorted(broken) or "the whole gradient")
+            what = sorted(broken) or "the whole gradient"
+            logging.getLogger(__name__).error("step skipped, not finite: %s", what)
             break
+    report = {name: sum(gathered(value)) for name, value in sums.items()}
+    scored = report.pop("scored")  # the weight of all tokens that were
+    for name in ("kl", "entropy", "clip_fraction"):
+        report[name] = report[name] / scored if scored else None
     if reference is None:
         report["kl"] = None
     return report | {"grad_norm": norm, "skipped": int(norm is None)}
 
 
 @torch.no_grad()
-def _scores(policy: Policy, batches: list[list[Row]], objective: Objective) -> list[Tensor]:
+def scores(policy: Policy, batches: list[list[Row]], objective: Objective) -> list[Tensor]:
     return [log_probs(policy, batch, objective.temperature)[0] for batch in batches]
 
 
 def apply_gradient(
     model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
 ) -> float | None:
-    """Clip and apply the gradient; its norm. One that is not finite never reaches the weights:
-    nothing is applied and the norm is None."""
+    """Clip and apply the gradient; its norm. One that is not finite never reaches the weights: the
+    norm is then None."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # (Of whole gradients, so that it is the same number on any number of processes.)
     norms = [torch.linalg.vector_norm(whole(g)) for g in gradients] or [torch.zeros(())]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if not norm.isfinite():
-        optimizer.zero_grad()
         return None
     scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item()
     for gradient in gradients:

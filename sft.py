@@ -18,9 +18,11 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -64,7 +66,7 @@ def replay(policy: Policy, demo: Demonstration, rules: Rules = Rules()) -> Traje
 def replay_all(
     policy: Policy, demos: list[Demonstration], rules: Rules = Rules()
 ) -> Iterator[Trajectory]:
-    """replay for many, several sandboxes at a time, in order."""
+    """In order, several sandboxes at a time."""
     with ThreadPoolExecutor(rules.sandboxes) as pool:
         yield from pool.map(lambda demo: replay(policy, demo, rules), demos)
 
@@ -93,23 +95,14 @@ def mean_logp(policy: Policy, batches: list[list[Row]], learn: bool) -> float:
 
 
 def imitate(
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    batches_of: Callable[[int], list[list[Row]]],
-    steps: int,
-    rate: Callable[[int], float],
-    start: int = 0,
-    after: Callable[[int, float, float | None], bool | None] = lambda *_: False,
-    title: str = "sft",
-) -> int:
-    """`steps` steps of -mean log pi. batches_of(i) are the micro-batches of the i-th, rate(i) its
-    learning rate.
-
-    after(i, loss, grad_norm) runs when step i is done and ends the loop by returning True.
-    Returns the number of steps done.
-    """
+    policy: Policy, optimizer: torch.optim.Optimizer, batches_of: Callable[[int], list[list[Row]]],
+    steps: range, rate: Callable[[int], float],
+    after: Callable[[int, float, float | None], bool | None], title: str = "sft",
+) -> None:  # fmt: skip
+    """Steps of -mean log pi. batches_of(i) are the micro-batches of step i, rate(i) is its learning
+    rate. after(i, loss, grad_norm) runs when it is done and ends the loop by returning True."""
     policy.model.train()
-    bar = tqdm(range(start, steps), desc=title, initial=start, total=steps, mininterval=5)
+    bar = tqdm(steps, title, initial=steps.start, total=steps.stop, mininterval=5)
     for i in bar:
         for group in optimizer.param_groups:
             group["lr"] = rate(i)
@@ -118,28 +111,19 @@ def imitate(
         norm = apply_gradient(policy.model, optimizer, max_grad_norm=1.0)
         bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         if after(i, loss, norm):
-            return i + 1
-    return steps
+            break
 
 
 def shuffled(n: int, batch: int, seed: int | str) -> Callable[[int], list[int]]:
     """The indices of batch i, epoch after epoch in a new order. A pure function of i, so that a
     resumed run meets the same batches."""
 
-    def batch_of(i: int) -> list[int]:
-        indices = []
-        for position in range(i * batch, (i + 1) * batch):
-            epoch, place = divmod(position, n)
-            indices.append(order(epoch)[place])
-        return indices
-
-    orders: dict[int, list[int]] = {}
-
+    @lru_cache(2)  # a batch may lie in two epochs
     def order(epoch: int) -> list[int]:
-        if epoch not in orders:
-            orders.clear()
-            orders[epoch] = random.Random(f"order {seed} {epoch}").sample(range(n), n)
-        return orders[epoch]
+        return random.Random(f"order {seed} {epoch}").sample(range(n), n)
+
+    def batch_of(i: int) -> list[int]:
+        return [order(k // n)[k % n] for k in range(i * batch, (i + 1) * batch)]
 
     return batch_of
 
@@ -155,12 +139,9 @@ OTHER_PATH = re.compile(r"/(?:[\w.+-]+/)+([\w.+-]+\.(?:png|jpe?g|webp|bmp|gif|ti
 
 
 def load_thyme(
-    policy: Policy,
-    where: str | Path,
-    train_rounds: str = "last_code_and_answer",
-    rules: Rules = Rules(),
-    on_bad: str = "skip",
-) -> tuple[Usable[Trajectory], list[Skipped]]:
+    policy: Policy, where: str | Path, train_rounds: str = "last_code_and_answer",
+    rules: Rules = Rules(), on_bad: str = "skip",
+) -> tuple[Usable[Trajectory], list[Skipped]]:  # fmt: skip
     """Rows of Thyme-SFT -> Trajectories made when asked for, and the rows that cannot be used: they
     do not parse, or have more than rules.max_length tokens. No row is ever cut.
 
@@ -173,11 +154,9 @@ def load_thyme(
     def trajectory(i: int, pixels: bool = True) -> Trajectory:
         return thyme_trajectory(policy, rows[i], i, rows.folder, train_rounds, rules, pixels)
 
-    def check(i: int) -> None:
-        trajectory(i, pixels=False)
-
-    trajectories = Usable(len(rows), check, trajectory, on_bad, str(where))
-    return trajectories, trajectories.skipped
+    check = partial(trajectory, pixels=False)
+    usable = Usable(len(rows), check, trajectory, on_bad, str(where))
+    return usable, usable.skipped
 
 
 def thyme_trajectory(
@@ -208,8 +187,8 @@ def thyme_trajectory(
     question = plain_question(row["question"])
     sample = Sample(f"thyme-{number}", images[0], question, answer[0] if answer else "",
                     source="thyme")  # fmt: skip
-    trajectory = begin(sample, policy.encode_prompt(sample, pixels))
-    never, taken = {*policy.forbidden, policy.end_id}, 1
+    trajectory, taken = begin(sample, policy.encode_prompt(sample, pixels)), 1
+    never = {*policy.forbidden, policy.end_id}
     for turn, output, n in zip_longest(turns, shown, places[1:]):
         ids = policy.tokenizer(turn, add_special_tokens=False)["input_ids"]
         if not ids or "<image>" in turn or never.intersection(ids):
@@ -239,6 +218,8 @@ def thyme_trajectory(
 
 PATCH = 8  # pixels; two by two patches make one visual token
 VIEW = 64  # pixels: what the tiny model sees of any image, 16 visual tokens for a square one
+CELLS = [cell_name(r, c) for r in range(GRID) for c in range(GRID)]
+CORNERS = [str(x) for x in range(0, SIZE + 1, SIZE // GRID)]
 
 # A chat template belongs to its checkpoint. This one leaves out what so small a model cannot read
 # (the system prompt and the format block), and keeps the image and the question.
@@ -261,12 +242,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
                "<|image_pad|>", "<|video_pad|>"]  # fmt: skip
     tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
-    corner = tuple(range(0, SIZE + 1, SIZE // GRID))
-    cells = [cell_name(r, c) for r in range(GRID) for c in range(GRID)]
     text = " ".join([
         "Which texture is on the red square ? What color is the object at a1 ? Where is the",
         "I need a closer look at . I can see it . The crop shows it .\nuser\nassistant\n",
-        *COLORS, *TEXTURES, *cells, *map(str, corner), crop_turn("", (0, 0, 0, 0)), "(0,0)",
+        *COLORS, *TEXTURES, *CELLS, *CORNERS, crop_turn("", (0, 0, 0, 0)), "(0,0)",
     ])  # fmt: skip
     # A word takes its space along, a number stands alone, and so does every other space.
     split = pre_tokenizers.Split(Regex(r" ?[a-d][1-4](?!\w)| ?[^\s\d]+|\d+|\s"), "isolated")
@@ -275,22 +254,18 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     for tag in tags:
         text = text.replace(tag, "\n")
     words = [word for word, _ in splitter.pre_tokenize_str(text)]
-    words += [spell.pre_tokenize_str(w)[0][0] for w in (*COLORS, *TEXTURES, *cells)]
+    words += [spell.pre_tokenize_str(w)[0][0] for w in (*COLORS, *TEXTURES, *CELLS)]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = list(dict.fromkeys(control + tags + alphabet + sorted(set(words))))
-    tokenizer = Tokenizer(
-        models.BPE({w: i for i, w in enumerate(vocabulary)}, merges=[], ignore_merges=True)
-    )
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(ids, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer, tokenizer.decoder = splitter, decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in tags])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
+        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>",
+        clean_up_tokenization_spaces=False, padding_side="left",
+    )  # fmt: skip
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -299,39 +274,33 @@ def tiny_policy(seed: int) -> Policy:
     """Two text layers and one vision block of the real architecture, randomly initialised."""
     tokenizer = tiny_tokenizer()
     id_of = tokenizer.convert_tokens_to_ids
+    # .02, the usual width of the initial weights, is too small for 64 dimensions.
+    start = dict(initializer_range=0.08)
     text = dict(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096,
         rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 6, 6]),
         bos_token_id=None, eos_token_id=id_of("<|im_end|>"), pad_token_id=id_of("<|endoftext|>"),
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, **start,
     )  # fmt: skip
     vision = dict(
         depth=1, hidden_size=48, intermediate_size=96, num_heads=2, patch_size=PATCH,
         spatial_merge_size=2, temporal_patch_size=2, window_size=PATCH * 32, out_hidden_size=64,
-        fullatt_block_indexes=[0],
+        fullatt_block_indexes=[0], **start,
     )  # fmt: skip
     config = Qwen2_5_VLConfig(
-        # .02, the usual width of the initial weights, is too small for 64 dimensions; it has to
-        # be said in all three places.
-        text_config=dict(text, initializer_range=0.08),
-        vision_config=dict(vision, initializer_range=0.08),
-        initializer_range=0.08,
-        image_token_id=id_of("<|image_pad|>"),
-        video_token_id=id_of("<|video_pad|>"),
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **start,
+        image_token_id=id_of("<|image_pad|>"), video_token_id=id_of("<|video_pad|>"),
         vision_start_token_id=id_of("<|vision_start|>"),
         vision_end_token_id=id_of("<|vision_end|>"),
-        tie_word_embeddings=False,
-    )
+    )  # fmt: skip
     torch.manual_seed(seed)
     model = Model(config)
+    # BOX averages whole blocks of pixels: a texture of period 4 vanishes exactly at 1 : 4.
     processor = Qwen2VLImageProcessorPil(
-        # BOX averages whole blocks of pixels: a texture of period 4 vanishes exactly at 1 : 4.
-        resample=Image.Resampling.BOX,
-        patch_size=PATCH,
-        merge_size=2,
+        resample=Image.Resampling.BOX, patch_size=PATCH, merge_size=2,
         size={"shortest_edge": VIEW * VIEW // 2, "longest_edge": VIEW * VIEW},
-    )
+    )  # fmt: skip
     return Policy(model, tokenizer, processor)
 
 
@@ -391,21 +360,15 @@ def colour_pack(scene: Scene, rng: random.Random) -> Pack:
     ]
 
 
-PACKS = {
-    "grounding": grounding_pack,
-    "reading": reading_pack,
-    "look": look_pack,
-    "colour": colour_pack,
-}
+PACKS = {"grounding": grounding_pack, "reading": reading_pack, "look": look_pack,
+         "colour": colour_pack}  # fmt: skip
 
 
 def pack_trajectory(policy: Policy, pack: Pack) -> Trajectory:
     trajectory = Trajectory(sample=None)
     for part, learn in pack:
-        if isinstance(part, str):
-            piece = policy.encode(part, [])
-        else:
-            piece = policy.encode(IMAGE, policy.pictures([part]))
+        text, images = (part, []) if isinstance(part, str) else (IMAGE, [part])
+        piece = policy.encode(text, policy.pictures(images))
         if learn:
             trajectory.act(piece.ids)
         else:
@@ -416,37 +379,28 @@ def pack_trajectory(policy: Policy, pack: Pack) -> Trajectory:
 def pack_rows(policy: Policy, kind: str, n: int, seed: int | str) -> list[Row]:
     """n packs of a kind on maps whose textures follow no prior."""
     rng = random.Random(f"packs {kind} {seed}")
-    return rows_of(
-        policy,
-        [
-            pack_trajectory(policy, PACKS[kind](draw_scene(rng, shortcut=0.25), rng))
-            for _ in tqdm(range(n), desc=f"{kind} packs", mininterval=5)
-        ],
-    )
+    bar = tqdm(range(n), f"{kind} packs", mininterval=5)
+    packs = (PACKS[kind](draw_scene(rng, shortcut=0.25), rng) for _ in bar)
+    return rows_of(policy, [pack_trajectory(policy, pack) for pack in packs])
 
 
 def skill(policy: Policy, rows: list[Row], row_tokens: int) -> dict[str, float]:
-    """How surely each kind of token is said: the share of acted tokens with probability > 1/2,
-    for all tokens and apart for those that hold a cell, a corner, a texture or a colour."""
-    policy.model.eval()
-    words = {
-        "cell": {f" {cell_name(r, c)}" for r in range(GRID) for c in range(GRID)},
-        "corner": set(map(str, range(0, SIZE + 1, SIZE // GRID))),
-        "texture": set(TEXTURES),
-        "colour": {prefix + c for c in COLORS for prefix in ("", " ")},
+    """How surely each kind of word is said: the share of its tokens with probability > 1/2."""
+    kinds = {
+        "cell": [f" {cell}" for cell in CELLS],
+        "corner": CORNERS,
+        "texture": TEXTURES,
+        "colour": [prefix + c for c in COLORS for prefix in ("", " ")],
     }
-    hits: dict[str, list[bool]] = {name: [] for name in words}
+    kind_of = {word: kind for kind, words in kinds.items() for word in words}
+    hits: dict[str, list[bool]] = defaultdict(list)
     for batch in micro_batches(rows, row_tokens):
         with torch.no_grad():
-            sure = (log_probs(policy, batch)[0] > math.log(0.5)).tolist()
-        labels = torch.cat([row.labels for row in batch]).tolist()
-        for label, hit in zip(labels, sure):
-            word = policy.tokenizer.decode([label])
-            for name, members in words.items():
-                if word in members:
-                    hits[name].append(hit)
-    policy.model.train()
-    return {name: sum(h) / len(h) for name, h in hits.items() if h}
+            sure = log_probs(policy, batch)[0] > math.log(0.5)
+        labels = torch.cat([row.labels for row in batch])
+        for label, hit in zip(labels.tolist(), sure.tolist()):
+            hits[kind_of.get(policy.tokenizer.decode([label]), "other")].append(hit)
+    return {kind: sum(hits[kind]) / len(hits[kind]) for kind in kinds if hits[kind]}
 
 
 def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Policy:
@@ -455,19 +409,19 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
     Phase 1 reads close-ups and names places until both are learnt; phase 2 adds the two question
     formats while the learning rate falls. The result must pass every gate, else ValueError.
     """
-    phase_2, peak, pool = 450, 4e-3, 3000
+    phase_2, peak = 450, 4e-3
     policy = tiny_policy(seed)
-    rows = {kind: pack_rows(policy, kind, pool, seed) for kind in PACKS}
+    rows = {kind: pack_rows(policy, kind, 3000, seed) for kind in PACKS}
     small = {kind: pack_rows(policy, kind, 80, "check") for kind in PACKS}
     held_out = {kind: pack_rows(policy, kind, 300, "held out") for kind in PACKS}
-    mixtures = {1: dict(reading=16, grounding=48),
-                2: dict(reading=8, grounding=20, look=20, colour=16)}  # fmt: skip
+    mixtures = (dict(reading=16, grounding=48),
+                dict(reading=8, grounding=20, look=20, colour=16))  # fmt: skip
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0)
     began: int | None = None  # the step at which phase 2 began
 
     def batches_of(i: int) -> list[list[Row]]:
         rng = random.Random(f"pretrain {seed} {i}")
-        mixture = mixtures[1 if began is None else 2]
+        mixture = mixtures[0 if began is None else 1]
         drawn = [row for kind, n in mixture.items() for row in rng.sample(rows[kind], n)]
         return list(micro_batches(drawn, row_tokens))
 
@@ -487,7 +441,7 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
                 began = i + 1
         return began is not None and i + 1 - began >= phase_2
 
-    imitate(policy, optimizer, batches_of, 500 + phase_2, rate, after=after, title="tiny")
+    imitate(policy, optimizer, batches_of, range(500 + phase_2), rate, after, "tiny")
     now = {kind: skill(policy, held_out[kind], row_tokens) for kind in PACKS}
     say("held out  " + show(now))
     gates = {

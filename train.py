@@ -57,8 +57,8 @@ from transformers.utils.logging import disable_progress_bar
 from data import Sample, demonstrations, load_rl, read_rows, toy_questions
 from evaluate import curves, evaluate, load_toy, report, table
 from faithfulness import rates
-from grpo import ADVANTAGES, LOSS_AVERAGES, Objective, Row, actor_of, gathered, learn, merged
-from grpo import micro_batches, mine, parts, processes, shard, sync
+from grpo import ADVANTAGES, CHUNK, LOSS_AVERAGES, Objective, Row, actor_of, gathered, learn
+from grpo import merged, micro_batches, mine, parts, processes, shard, sync
 from rewards import REWARDS, BoxJudge, ChatJudge, Judge, Reward, VerdictWatch, Weights, score
 from rewards import summary
 from rollout import Policy, Rules, Trajectory, check_checkpoint, check_fits, freeze_vision
@@ -86,37 +86,31 @@ class Config:
     seed: int = knob(0, "ours", "the same seed on the same machine repeats a CPU run exactly")
     threads: int = knob(0, "ours", "CPU threads of torch; 0: its own choice")
     save_every: int = knob(10, "ours", "steps between two checkpoints to resume from")
-    keep: int = knob(1, "ours", "how many of the newest checkpoints are kept; the one with the "
-                     "best reward always is")
-    timeout: float = knob(1800.0, "ours", "several processes: seconds until those that wait for "
-                          "one that does not come end, and name it")
+    keep: int = knob(1, "ours", "newest checkpoints that are kept, beside the best")
+    timeout: float = knob(1800.0, "ours", "seconds that processes wait for one that does not come")
     tracker: str = knob("none", "ours", "also send the log to this",
                         ("none", "tensorboard", "wandb", "trackio"))
     transcript_every: int = knob(10, "ours", "steps between two episodes written out as text")
 
-    sft_data: str = knob("", "ours", "demonstrations in Thyme-SFT's form, a file, folder or hub "
-                         "name; empty: those of the toy")
-    rl_data: str = knob("", "ours", "questions, a file, folder or hub name; empty: the toy's")
+    sft_data: str = knob("", "ours", "demonstrations in Thyme-SFT's form: a file, folder or hub "
+                         "name; empty: the toy's")
+    rl_data: str = knob("", "ours", "questions: file, folder or hub name; empty: the toy's")
     on_bad: str = knob("skip", "ours", "a row that cannot be used", ("skip", "stop"))
-    max_pixels: int = knob(3_211_264, "thyme", "pixel budget of one image, in training and in what "
-                           "is exported; 0: the checkpoint's own")
-    judge_url: str = knob("", "ours", "OpenAI-compatible server of the judge, http://host:8000/v1; "
-                          "its key, if any, is read from JUDGE_API_KEY")
+    max_pixels: int = knob(3_211_264, "thyme", "pixel budget of one image; 0: the checkpoint's own")
+    judge_url: str = knob("", "ours", "OpenAI-compatible server of the judge; key: JUDGE_API_KEY")
     judge_model: str = knob("Qwen/Qwen2.5-VL-32B-Instruct", "paper", "the judge's name there")
     shortcut: float = knob(1.0, "ours", "toy: share of squares that wear their colour's usual "
                            "texture. 1: guessing pays; 0.5: looking pays")
 
-    sft_steps: int = knob(-1, "ours", "steps of stage 1; -1: as many as make --sft-epochs; 0: "
-                          "--model is the SFT model already")
+    sft_steps: int = knob(-1, "ours", "of stage 1; -1: --sft-epochs; 0: --model is the SFT model")
     sft_epochs: float = knob(3.0, "paper", "passes over --sft-data")
     sft_batch: int = knob(128, "thyme", "demonstrations per step")
     sft_lr: float = knob(1e-5, "thyme", "peak learning rate of stage 1")
     sft_warmup: float = knob(0.05, "thyme", "share of stage 1 in which the learning rate rises")
     sft_demos: int = knob(2500, "ours", "toy: demonstrations in all")
-    train_rounds: str = knob("last_code_and_answer", "thyme", "which turns of a demonstration are "
-                             "learnt", tuple(TRAIN_ROUNDS))
-    freeze_vision: str = knob("sft", "thyme", "stages in which the vision tower keeps its weights "
-                              "(that stage 2 trains it is our choice)",
+    train_rounds: str = knob("last_code_and_answer", "thyme", "turns of a demonstration to learn",
+                             tuple(TRAIN_ROUNDS))
+    freeze_vision: str = knob("sft", "thyme", "where the vision tower keeps its weights (rl: ours)",
                               ("none", "sft", "rl", "both"))
 
     rl_steps: int = knob(200, "paper", "steps of stage 2")
@@ -126,8 +120,7 @@ class Config:
     temperature: float = knob(1.0, "paper", "of the sampler, and of every log-probability")
     max_new_tokens: int = knob(1024, "ours", "tokens of one turn")
     max_length: int = knob(10240, "thyme", "tokens of a whole trajectory")
-    max_log_chars: int = knob(2000, "ours", "characters of what one program printed; errors and "
-                              "repairs are told in full")
+    max_log_chars: int = knob(2000, "ours", "of what one program printed; errors are told in full")
 
     reward: str = knob("tapo", "paper", "what stage 2 rewards", tuple(REWARDS))
     lambda_acc: float = knob(1.0, "ours", "weight of a right answer, Eq. 5")
@@ -150,16 +143,13 @@ class Config:
     row_tokens: int = knob(8192, "ours", "slots of one row and of one micro-batch: memory")
     activation_checkpointing: bool = knob(True, "ours", "recompute activations: time for memory")
 
-    kv_budget_gb: float = knob(0.0, "ours", "memory for the KV cache of one wave of rollouts; "
-                               "0: 80 % of what is free")
+    kv_budget_gb: float = knob(0.0, "ours", "KV cache of a wave of rows; 0: 80 % of what is free")
     patience: float = knob(1.0, "ours", "seconds until rollouts whose code has run go on without "
                            "the slow ones; a run repeats exactly only if none is ever left behind")
     sandboxes: int = knob(8, "ours", "programs that run at the same time, per process")
     sandbox_seconds: float = knob(10.0, "thyme", "wall-clock limit of one program")
-    allow_weak_sandbox: bool = knob(False, "ours", "run model-written code although this system "
-                                    "cannot confine it fully")
-    eval_every: int = knob(0, "ours", "steps between two small evaluations on the way, of every "
-                           "fourth question; 0: none")
+    allow_weak_sandbox: bool = knob(False, "ours", "run code that this system cannot fully confine")
+    eval_every: int = knob(0, "ours", "steps between evaluations of every 4th question; 0: none")
     eval_questions: int = knob(512, "ours", "questions of the evaluation, held out of --rl-data (a "
                                "tenth of it at most); toy: and half as many against the prior")
 # fmt: on
@@ -182,6 +172,10 @@ PRESETS = {
 }  # fmt: skip
 
 
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def parse_config(argv: list[str] | None = None) -> Config:
     """The command line -> Config, checked before anything is loaded."""
     argv = sys.argv[1:] if argv is None else argv
@@ -199,20 +193,14 @@ def parse_config(argv: list[str] | None = None) -> Config:
         help="continue the run in DIR, with its own config, on any number of processes",
     )  # fmt: skip
     parser.add_argument(
-        "--plan",
-        metavar="GPUSxGB",
-        nargs="?",
-        const="8x80",
-        default=argparse.SUPPRESS,
-        help="load nothing: print what the run would need on so many GPUs of so many GB, and "
-        "refuse what cannot fit",
-    )
+        "--plan", metavar="GPUSxGB", nargs="?", const="8x80", default=argparse.SUPPRESS,
+        help="load nothing: what the run would need on so many GPUs of so many GB, and if it fits",
+    )  # fmt: skip
     for f in fields(Config):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
         if f.metadata["choices"]:
             kind["choices"] = f.metadata["choices"]
-        flag = "--" + f.name.replace("_", "-")
-        parser.add_argument(flag, default=f.default, help=f.metadata["help"], **kind)
+        parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"], **kind)
     parser.set_defaults(**PRESETS.get(preset, {}))
     values = vars(parser.parse_args(argv))
     resume, node = values.pop("resume", None), values.pop("plan", None)
@@ -228,10 +216,8 @@ def parse_config(argv: list[str] | None = None) -> Config:
             check_checkpoint(config.model)
             check_data(config)
         if not resume and (Path(config.out) / "state.json").exists():
-            raise ValueError(
-                f"{config.out} holds a run already: continue it with --resume {config.out}, or "
-                f"give this one another --out"
-            )
+            raise ValueError(f"{config.out} holds a run already: continue it with --resume "
+                             f"{config.out}, or give this one another --out")  # fmt: skip
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     return config
@@ -256,34 +242,24 @@ def check(config: Config) -> None:
                  sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12, max_grad_norm=1e-12,
                  lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, patience=0,
                  max_log_chars=0)  # fmt: skip
-    for f in fields(config):
-        if f.type is float and not math.isfinite(getattr(config, f.name)):
-            raise ValueError(f"--{f.name.replace('_', '-')} must be a finite number")
-    for name, low in least.items():
-        if getattr(config, name) < low:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be at least {low}, got {getattr(config, name)}")
+    for name, value in asdict(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{flag(name)} must be a finite number")
+        if name in least and value < least[name]:
+            raise ValueError(f"{flag(name)} must be at least {least[name]}, got {value}")
     if config.rollouts < 2:
-        raise ValueError(
-            f"--rollouts must be at least 2, got {config.rollouts}: a rollout is compared with "
-            f"the others of its group, and alone its advantage is always 0"
-        )
+        raise ValueError(f"--rollouts must be at least 2, got {config.rollouts}: a rollout is "
+                         f"compared with the others of its group")  # fmt: skip
     if config.temperature <= 0:
-        raise ValueError(
-            f"--temperature must be above 0 for training, got {config.temperature}: greedy "
-            f"rollouts of one question are all the same"
-        )
+        raise ValueError(f"--temperature must be above 0 for training, got {config.temperature}: "
+                         f"greedy rollouts of one question are all the same")  # fmt: skip
     if not 0 <= config.shortcut <= 1:
         raise ValueError(f"--shortcut is a share between 0 and 1, got {config.shortcut}")
     if config.max_new_tokens >= config.max_length:
-        raise ValueError(
-            f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in "
-            f"--max-length {config.max_length}"
-        )
-    if config.tracker != "none" and importlib.util.find_spec(config.tracker) is None:
-        raise ValueError(
-            f"--tracker {config.tracker} needs a package: pip install {config.tracker}"
-        )
+        raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in "
+                         f"--max-length {config.max_length}")  # fmt: skip
+    if (tracker := config.tracker) != "none" and importlib.util.find_spec(tracker) is None:
+        raise ValueError(f"--tracker {tracker} needs a package: pip install {tracker}")
     if config.step_credit and config.reward != "tapo":
         raise ValueError(f"--step-credit spreads the step scores of tapo; {config.reward} has none")
     weights(config)
@@ -291,13 +267,11 @@ def check(config: Config) -> None:
 
 def check_data(config: Config) -> None:
     """Public data need all that the toy brings along."""
-    if config.preset == "codev-7b" and not (config.rl_data or not config.rl_steps):
+    if config.preset == "codev-7b" and config.rl_steps and not config.rl_data:
         raise ValueError("--preset codev-7b wants questions: --rl-data, a file, folder or hub name")
     if config.rl_data and config.rl_steps and not config.judge_url:
-        raise ValueError(
-            "--rl-data has no boxes to judge by: give --judge-url, the address of a served "
-            "vision-language model such as http://host:8000/v1 (README, the judge)"
-        )
+        raise ValueError("--rl-data has no boxes to judge by: give --judge-url, the address of a "
+                         "served vision-language model such as http://host:8000/v1")  # fmt: skip
     if config.sft_steps < 0 and not config.sft_data:
         raise ValueError("--sft-steps -1 counts passes over --sft-data: give that, or a number")
     for where, steps in (config.sft_data, config.sft_steps), (config.rl_data, config.rl_steps):
@@ -306,24 +280,26 @@ def check_data(config: Config) -> None:
 
 
 def weights(config: Config) -> Weights:
-    return Weights(
-        config.lambda_acc, config.lambda_tool, config.lambda_fmt, config.gate_tool_on_correct,
-        config.step_credit,
-    )  # fmt: skip
+    lambdas = dict(answer=config.lambda_acc, tools=config.lambda_tool, format=config.lambda_fmt)
+    return shared(config, Weights, **lambdas)
 
 
 def rules(config: Config) -> Rules:
-    return Rules(limits=Limits(seconds=config.sandbox_seconds), **shared_fields(config, Rules))
+    return shared(config, Rules, limits=Limits(seconds=config.sandbox_seconds))
 
 
 def objective(config: Config) -> Objective:
-    return Objective(**shared_fields(config, Objective))
+    return shared(config, Objective)
 
 
-def shared_fields(config: Config, kind: type) -> dict:
-    """The fields that Config and another dataclass have in common, by name."""
+def compared(config: Config) -> bool:
+    return config.beta > 0 or config.ratio_anchor == "ref"
+
+
+def shared(config: Config, kind: type, **others):
+    """A dataclass most of whose fields Config has too, by the same names."""
     names = {f.name for f in fields(kind)} & {f.name for f in fields(Config)}
-    return {name: getattr(config, name) for name in names}
+    return kind(**{name: getattr(config, name) for name in names}, **others)
 
 
 # Would it fit? Arithmetic from the model's config; no weight is loaded.
@@ -335,11 +311,7 @@ GEOMETRY_7B = dict(
         num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=128000,
         rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
     ),
-    vision_config=dict(
-        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=3584,
-        patch_size=14, spatial_merge_size=2, temporal_patch_size=2, window_size=112,
-        fullatt_block_indexes=[7, 15, 23, 31],
-    ),
+    vision_config=dict(hidden_size=1280, out_hidden_size=3584),  # else transformers' own values
     tie_word_embeddings=False,
 )  # fmt: skip
 
@@ -359,36 +331,36 @@ def geometry(name: str) -> Qwen2_5_VLConfig:
 def plan(config: Config, node: str) -> tuple[bool, str]:
     """Does stage 2 fit on `node`, such as "8x80": 8 GPUs of 80 GB? And the arithmetic, or what to
     lower. 1 GB is 1e9 bytes. Stage 1 needs less: it has no reference and no cache."""
-    if not (match := re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", node)) or int(match[1]) < 1:
+    match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", node)
+    if not match:
         raise ValueError(f"--plan wants GPUs x GB of each, such as 8x80, got {node!r}")
     gpus, card = int(match[1]), float(match[2])
     shape = geometry(config.model)
     text, eye = shape.text_config, shape.vision_config
     with torch.device("meta"):
         model = Model(shape)
-    size = {name: p.numel() for name, p in model.named_parameters()}
-    N, V = sum(size.values()), sum(n for name, n in size.items() if "visual" in name)
+
+    def count(module: torch.nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    N, V = count(model), count(model.model.visual)
     frozen = config.freeze_vision in ("rl", "both")
-    T = N - V * frozen
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in
-              (*model.model.visual.blocks, *model.model.language_model.layers)]  # fmt: skip
+    T = N - V * frozen  # parameters that are trained
+    layers = [*map(count, (*model.model.visual.blocks, *model.model.language_model.layers))]
     root = N - sum(layers)  # embeddings, lm_head and what else is in no layer
-    compared = config.beta > 0 or config.ratio_anchor == "ref"
-    slots, H = config.row_tokens, text.hidden_size
+    slots, H, K = config.row_tokens, text.hidden_size, config.rollouts
     width = H // text.num_attention_heads * text.num_key_value_heads
-    row = 4 * text.num_hidden_layers * width * config.max_length / 1e9
+    row = 4 * text.num_hidden_layers * width * config.max_length / 1e9  # GB of its keys and values
     kept = 2 * slots * H * text.num_hidden_layers + 8 * slots * eye.hidden_size * eye.depth
     once = 2 * slots * (8 * H + 4 * text.intermediate_size)
     if not config.activation_checkpointing:
         kept, once = once * text.num_hidden_layers + 4 * kept, 0
+    reference = 4 * N / gpus * compared(config)
 
     always = {
         "weights": (4 * N / gpus, f"fp32, {N / 1e9:.3f}e9 x 4 B / {gpus}"),
         "optimiser": (8 * T / gpus, f"two fp32 moments, {T / 1e9:.3f}e9 x 8 B / {gpus}"),
-        "reference": (
-            4 * N / gpus * compared,
-            f"fp32, as the weights{'' if compared else ': none'}",
-        ),
+        "reference": (reference, "fp32, as the weights" if reference else "none"),
         "actor": (2 * N, f"a whole copy in bf16, {N / 1e9:.3f}e9 x 2 B"),
         "CUDA": (2.5e9, "context and libraries, a guess"),
     }
@@ -397,17 +369,21 @@ def plan(config: Config, node: str) -> tuple[bool, str]:
         "fetched": (8 * root + 8 * max(layers), f"embeddings and lm_head ({root / 1e9:.2f}e9), two "
                     f"layers: bf16, gradients bf16 and fp32"),
         "activations": (kept + once, f"{slots} slots, half of them image"),
-        "logits": (3 * 4 * 1024 * text.vocab_size, f"1024 x {text.vocab_size} x 4 B x 3"),
+        "logits": (3 * 4 * CHUNK * text.vocab_size, f"{CHUNK} x {text.vocab_size} x 4 B x 3"),
     }  # fmt: skip
-    acting, usable = sum(v for v, _ in always.values()) / 1e9, 0.95 * card
-    budget = config.kv_budget_gb or 0.8 * max(usable - acting, 0)
+    held, usable = sum(v for v, _ in always.values()) / 1e9, 0.95 * card
+    budget = config.kv_budget_gb or 0.8 * max(usable - held, 0)
     rows = int(budget // row)
     peak = dict(
         loading=(4 * N + 2 * N) / 1e9,  # the whole policy in fp32 and the actor, before the cut
-        acting=acting + budget,
-        learning=acting + sum(v for v, _ in learning.values()) / 1e9,
+        acting=held + budget,
+        learning=held + sum(v for v, _ in learning.values()) / 1e9,
     )
-    own = math.ceil(config.questions / gpus) * config.rollouts
+    own = math.ceil(config.questions / gpus) * K
+    imitating = str(config.sft_steps)
+    if config.sft_steps < 0:
+        imitating = (f"{config.sft_epochs:g} x rows / {config.sft_batch} (333,000 rows: "
+                     f"{math.ceil(config.sft_epochs * 333_000 / config.sft_batch):,})")  # fmt: skip
     lines = [f"{config.model} on {gpus} GPUs of {card:g} GB; {usable:.1f} GB of each are usable",
              f"parameters {N:,}, of them vision {V:,}{' (frozen)' if frozen else ''}"]  # fmt: skip
     for title, items in (("always", always), ("while learning", learning)):
@@ -417,39 +393,34 @@ def plan(config: Config, node: str) -> tuple[bool, str]:
         "", "while acting, GB per GPU",
         f"  cache       {budget:7.1f}   {rows} rows of {config.max_length} slots, {row:.3f} each",
         "peak, GB per GPU: " + ", ".join(f"{name} {value:.1f}" for name, value in peak.items()), "",
-        f"rows per wave   {rows // config.rollouts * config.rollouts} of the {own} of each GPU and "
-        f"step ({config.questions} questions x {config.rollouts} / {gpus})",
-        f"steps           stage 1: {stage_1_steps(config)}; stage 2: {config.rl_steps}, "
-        f"{config.rl_steps * config.questions * config.rollouts:,} trajectories",
+        f"rows per wave   {rows // K * K} of the {own} of each GPU and step "
+        f"({config.questions} questions x {K} / {gpus})",
+        f"steps           stage 1: {imitating}; stage 2: {config.rl_steps}, "
+        f"{config.rl_steps * config.questions * K:,} trajectories",
         f"disk            {12 * N / 1e9:.0f} GB a checkpoint x {config.keep + 2} (kept, best, the "
         f"one being written) + {2 * N / 1e9:.0f} GB x 3 exports",
         f"host memory     {4 * N / 1e9:.0f} GB a process while weights load", "",
     ]  # fmt: skip
-    if rows >= config.rollouts and max(peak["loading"], peak["learning"]) <= usable:
+    problems = [f"{name} takes {value:.1f} of {usable:.1f} GB"
+                for name, value in peak.items() if value > usable]  # fmt: skip
+    if rows < K:
+        problems += [f"the cache has room for {rows} rows, a group has {K}: lower --max-length or "
+                     f"--rollouts"]  # fmt: skip
+    if not problems:
         return True, "\n".join([*lines, "it fits", ""])
     levers = {
-        "--beta 0 (no reference)": 4 * N / gpus * compared,
+        "--beta 0 (no reference)": reference,
         "--freeze-vision both": 12 * V / gpus * (not frozen),
         f"--row-tokens {slots // 2}": (kept + once) / 2,
-        "twice as many GPUs": (4 * N * (1 + compared) + 12 * T) / gpus / 2,
+        "--kv-budget-gb 0": config.kv_budget_gb * 1e9,
+        "twice as many GPUs": (4 * N + reference * gpus + 12 * T) / gpus / 2,
     }
-    lines += [f"it does not fit: {name} takes {value:.1f} of {usable:.1f} GB"
-              for name, value in peak.items() if value > usable]  # fmt: skip
-    if rows < config.rollouts:
-        lines += [f"it does not fit: the cache has room for {rows} rows, a group has "
-                  f"{config.rollouts}: lower --max-length or --rollouts"]  # fmt: skip
-    lines += ["what to lower:"]
+    lines += [f"it does not fit: {problem}" for problem in problems] + ["what to lower:"]
     lines += [f"  {name:26} saves {value / 1e9:4.1f} GB" for name, value in levers.items() if value]
-    lines += [f"The actor alone takes {2 * N / 1e9:.1f} GB on any number of GPUs, and loading "
-              f"{peak['loading']:.1f}: take larger ones."] * (peak["loading"] > usable)  # fmt: skip
+    if peak["loading"] > usable:
+        lines += [f"The actor alone takes {2 * N / 1e9:.1f} GB on any number of GPUs, and loading "
+                  f"{peak['loading']:.1f}: take larger ones."]  # fmt: skip
     return False, "\n".join([*lines, ""])
-
-
-def stage_1_steps(config: Config) -> str:
-    if config.sft_steps >= 0:
-        return str(config.sft_steps)
-    return f"{config.sft_epochs:g} x rows / {config.sft_batch} (333,000 rows: " \
-           f"{math.ceil(config.sft_epochs * 333_000 / config.sft_batch):,})"  # fmt: skip
 
 
 class Run:
@@ -462,11 +433,15 @@ class Run:
     """
 
     def __init__(self, config: Config, team: Accelerator | None = None) -> None:
-        self.folder, self.skipped, self.lap, self.team = Path(config.out), 0, {}, team
-        (self.rank, self.n), self._world, self.lines = processes(), None, 0
+        self.folder, self.team, self.keep = Path(config.out), team, config.keep
+        self.rank, self.n = processes()
         self.first, self.doing, self.now = self.rank == 0, "start", "before its first step"
-        self.timeout, self.keep = timedelta(seconds=config.timeout), config.keep
-        self.side = dist.new_group(backend="gloo", timeout=self.timeout) if self.n > 1 else None
+        self.skipped, self.lap, self.lines, self._world = 0, {}, 0, None
+        self.timeout, self.side = timedelta(seconds=config.timeout), None
+        if self.n > 1:
+            self.side = dist.new_group(backend="gloo", timeout=self.timeout)
+            # torchrun ends the others when one has died.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"told to end: {self.place()}"))
         self.state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
                       "best": None, "seconds": {}, "stages": {}}  # fmt: skip
         if (self.folder / "state.json").is_file():
@@ -477,20 +452,17 @@ class Run:
         write_json(self.folder / "config.json", asdict(config))
         # A log may run ahead of its checkpoint: those steps will be done, and logged, again.
         self.log_file = open(self.folder / "log.jsonl", "ab")
-        if self.log_file.tell() < self.state["log_bytes"]:
-            raise SystemExit(
-                f"{self.folder}/log.jsonl has {self.log_file.tell()} bytes, but state.json counts "
-                f"on {self.state['log_bytes']}: put the log back, or start a new run"
-            )
-        self.log_file.truncate(self.state["log_bytes"])
+        there, counted = self.log_file.tell(), self.state["log_bytes"]
+        if there < counted:
+            raise SystemExit(f"{self.folder}/log.jsonl has {there} bytes, but state.json counts on "
+                             f"{counted}: put the log back, or start a new run")  # fmt: skip
+        self.log_file.truncate(counted)
         self.lines = len((self.folder / "log.jsonl").read_bytes().splitlines())
 
     def log(self, line: dict) -> None:
         """One line of log.jsonl. Nothing in it differs between two equal runs: the seconds of the
         step go to times.jsonl. Three skipped steps in a row end the run."""
         self.now = f"after {line['stage']} step {line['step']}"
-        if "grad_norm" in line:
-            self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
         if self.first:
             rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
             self.log_file.write(json.dumps(rounded).encode() + b"\n")
@@ -503,11 +475,13 @@ class Run:
                        if isinstance(v, int | float) and k != "step"}  # fmt: skip
             self.team.log(numbers, step=self.lines)
         self.lap, self.lines = {}, self.lines + 1
+        if "grad_norm" in line:
+            self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
         if self.skipped == 3:
             raise SystemExit(
-                f"stopped at {line['stage']} step {line['step']}: three steps in a row had no "
-                f"finite loss or gradient and were skipped. Start a new run "
-                f"with a lower learning rate, from the last good stage in {self.folder}."
+                f"stopped {self.now}: three steps in a row had no finite loss or gradient and were "
+                f"skipped. Start a new run with a lower learning rate, from the last good stage in "
+                f"{self.folder}."
             )
 
     def log_lines(self, stage: str) -> list[dict]:
@@ -539,7 +513,7 @@ class Run:
     def open(self, config: Config, stage: str, start: str | Path, lr: float, betas: tuple, device):
         """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
         The policy learns, cut over all processes; the actor plays."""
-        gc.collect()  # the last stage's policy: its hooks hold on to each other
+        gc.collect()  # the last stage's policy, whose hooks hold on to each other
         with self.clock("load"):
             policy = load_policy(start, device, config.max_pixels or None)
             if config.freeze_vision in (stage, "both"):
@@ -564,7 +538,7 @@ class Run:
         name = f"checkpoint-{self.state['stage']}-{step}"
         if self.first:  # a half-written one, from a kill
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        with self.clock("save"), quiet():
+        with self.clock("save"):
             dcp.save(training_state(policy, optimizer), checkpoint_id=self.folder / name)
         best = self.state["best"]
         if self.first and self.state["stage"] == "rl":
@@ -577,8 +551,7 @@ class Run:
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, name: str) -> None:
         """The parts are fetched by name, whoever wrote them: on any number of processes."""
-        with quiet():
-            dcp.load(training_state(policy, optimizer), checkpoint_id=self.folder / name)
+        dcp.load(training_state(policy, optimizer), checkpoint_id=self.folder / name)
 
     def update(self, **changes) -> None:
         """Replace state.json; checkpoints that it no longer names are then deleted."""
@@ -615,7 +588,7 @@ class Run:
 
     def world(self, config: Config, policy: Policy):
         """Made once; public data are read through, row by row, to find what cannot be used."""
-        if self._world is None:
+        if not self._world:
             made = data_world(config, policy, self.folder) if config.rl_data else toy_world(config)
             self._world = made
         return self._world
@@ -631,14 +604,6 @@ def training_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
                 optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
             moments[name] = optimizer.state[p]
     return {"weights": policy.model.state_dict(), "moments": moments}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """A checkpoint of one process is meant to be one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is not initialized.*|.*single process.*")
-        yield
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -721,28 +686,26 @@ def measure_policy(
 # The two stages
 
 
-def demonstration_rows(run: Run, config: Config, policy: Policy):
-    """(n, rows_at, held_out): how many demonstrations there are to learn from, the rows of some of
-    them, and the rows of those that only measure."""
+def demonstration_rows(
+    run: Run, config: Config, policy: Policy
+) -> tuple[Sequence[Row], Sequence[Row]]:
+    """The demonstrations to learn from; and, of those that only measure, this process's share."""
     if config.sft_data:
         demos, skipped = load_thyme(
             policy, config.sft_data, config.train_rounds, rules(config), config.on_bad
         )
         tell_skipped(demos, skipped, run.folder / "skipped-sft.jsonl")
-        n = len(demos) - min(100, len(demos) // 10)
-
-        def rows_at(indices: list[int]) -> list[Row]:
-            return rows_of(policy, [demos[i] for i in indices])
-
-        return n, rows_at, rows_at(mine(range(n, len(demos))))
-    demos = demonstrations(config.sft_demos + 100, config.seed)
-    played = replay_all(policy, demos, rules(config))
-    bar = tqdm(played, desc="playing demonstrations", total=len(demos), mininterval=5)
-    whole = [t for t in bar if t.ended == "answered"]  # others do not fit: never cut
-    if len(whole) < len(demos):
-        print(f"{len(demos) - len(whole)} of {len(demos)} demonstrations are too long")
-    rows = rows_of(policy, whole)
-    return len(rows) - 100, lambda indices: [rows[i] for i in indices], mine(rows[-100:])
+        held = min(100, len(demos) // 10)
+    else:
+        scripts, held = demonstrations(config.sft_demos + 100, config.seed), 100
+        played = replay_all(policy, scripts, rules(config))
+        bar = tqdm(played, "playing demonstrations", len(scripts), mininterval=5)
+        demos = [t for t in bar if t.ended == "answered"]  # others do not fit: never cut
+        if len(demos) < len(scripts):
+            print(f"{len(scripts) - len(demos)} of {len(scripts)} demonstrations are too long")
+    rows = rows_of(policy, demos)
+    n = len(rows) - held
+    return rows[:n], list(mine(rows[n:]))
 
 
 def stage_1(run: Run, config: Config, device: torch.device) -> None:
@@ -753,13 +716,16 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
     steps = config.sft_steps
     if steps:
         with run.clock("demonstrations"):
-            n, rows_at, held_out = demonstration_rows(run, config, policy)
-        batch = min(config.sft_batch, n)
-        order = shuffled(n, batch, config.seed)
-        steps = math.ceil(config.sft_epochs * n / batch) if steps < 0 else steps
+            rows, held_out = demonstration_rows(run, config, policy)
+        batch = min(config.sft_batch, len(rows))
+        order = shuffled(len(rows), batch, config.seed)
+        steps = math.ceil(config.sft_epochs * len(rows) / batch) if steps < 0 else steps
 
-    def packed(rows: list[Row]) -> list[list[Row]]:
+    def batched(rows: list[Row]) -> list[list[Row]]:
         return [b for part in parts(rows) for b in micro_batches(part, config.row_tokens)]
+
+    def batches_of(i: int) -> list[list[Row]]:
+        return batched([rows[k] for k in mine(order(i))])
 
     def rate(i: int) -> float:  # up, then down to 2 %
         left = 1 - 0.98 * (i + 1) / steps
@@ -768,41 +734,47 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
     def after(i: int, loss: float, grad_norm: float | None) -> None:
         line = {"stage": "sft", "step": i + 1, "loss": loss, "grad_norm": grad_norm}
         if (i + 1) % 50 == 0 and sum(gathered(len(held_out))):
-            line["held_out"] = -mean_logp(policy, packed(held_out), learn=False)
+            line["held_out"] = -mean_logp(policy, batched(held_out), learn=False)
         run.log(line)
         if (i + 1) % config.save_every == 0:
             run.save(policy, optimizer, i + 1)
 
     with run.clock("sft"):
-        imitate(
-            policy, optimizer, lambda i: packed(rows_at(mine(order(i)))), steps, rate,
-            start=run.state["step"], after=after,
-        )  # fmt: skip
+        imitate(policy, optimizer, batches_of, range(run.state["step"], steps), rate, after)
     sync(policy, actor)
     run.end_stage(actor, measure_policy(run, config, actor), following="rl")
 
 
+def reference_of(config: Config, sft: Path, device: torch.device) -> Policy | None:
+    """pi_ref of Eqs. 3 and 4: the SFT model, if anything is compared with it."""
+    if not compared(config):
+        return None
+    reference = load_policy(sft, device, config.max_pixels or None)
+    shard(reference)
+    return reference
+
+
 def report_step(run, config, world, step, groups, rewards, learnt, tally, seconds) -> None:
     """One line of the log and one on the screen; every name is in the README's glossary."""
+    run.spent({k.removesuffix("_seconds"): v for k, v in tally.items() if k.endswith("_seconds")})
+    counts = Counter({k: v for k, v in tally.items() if not k.endswith("_seconds")})
     judged = rewards  # what training does not pay for is measured all the same
     if config.reward != "tapo":
         judged = score(groups, "tapo", world.judge, weights(config), random.Random(0))
     if run.n > 1:
         own = ([[light(t) for t in group] for group in groups], rewards, judged)
         groups, rewards, judged = (merged(gathered(x)) for x in own)
-        counts = [{k: v for k, v in t.items() if "_seconds" not in k} for t in gathered(tally)]
-        tally = tally | sum(map(Counter, counts), Counter())
+        counts = sum(gathered(counts), Counter())
     played, flat = ([x for group in nested for x in group] for nested in (groups, judged))
     seen = rates(played, flat)
     line = {"stage": "rl", "step": step} | summary(groups, rewards) | learnt
     line["useful_calls"] = sum((s or 0) > 0 for r in flat for s in r.steps) / len(flat)
     line |= {name: seen[name] for name in ("tool_use", "faithful", "crop_area", "error_rate")}
-    line |= {name: n for name, n in tally.items() if not name.endswith("_seconds")}
+    line |= counts
     shown = ("reward", "answer", "tools", "tool_use", "faithful", "calls", "kl", "grad_norm")
     words = [f"{name} {line[name]:6.3f}" if line[name] is not None else f"{name}      -"
              for name in shown]  # fmt: skip
     tqdm.write("  ".join([f"step {step:>4}", *words, f"{seconds:6.1f} s"]))
-    run.spent({k.removesuffix("_seconds"): v for k, v in tally.items() if k.endswith("_seconds")})
     run.log(line)
     if run.first and step % config.transcript_every == 0:
         folder = run.folder / "transcripts"
@@ -843,8 +815,16 @@ def light(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, sample=sample, steps=steps, images=[])
 
 
-def report_run(run: Run, config: Config) -> None:
-    """One table, one page, two figures; the numbers are in summary.json."""
+def finish(run: Run, config: Config, policy: Policy, actor: Policy, optimizer) -> None:
+    """Measure and export stage 2, unless that is done. Then one table, one page and two figures;
+    the numbers are in summary.json."""
+    if run.state["stage"] == "rl":
+        sync(policy, actor)
+        metrics = measure_policy(run, config, actor, out=run.folder)
+        run.end_stage(actor, metrics, following="done")
+    run.export_best(policy, actor, optimizer, config.rl_steps)
+    if not run.first:
+        return
     stages, seconds = run.state["stages"], run.state["seconds"]
     write_json(run.folder / "summary.json",
                {"config": asdict(config), "seconds": seconds, "stages": stages})  # fmt: skip
@@ -861,6 +841,9 @@ def assemble(config: Config) -> Accelerator:
     wait = InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))
     tracker = None if config.tracker == "none" else config.tracker
     cpu = "WORLD_SIZE" in os.environ and not torch.cuda.is_available()  # else it sees one process
+    disable_progress_bar()  # of transformers, which would show one for every small checkpoint
+    # A checkpoint of one process is meant to be one.
+    warnings.filterwarnings("ignore", message=".*is not initialized.*|.*single process.*")
     team = Accelerator(cpu=cpu, log_with=tracker, project_dir=config.out, kwargs_handlers=[wait])
     if config.questions < team.num_processes:
         raise SystemExit(f"--questions {config.questions} for {team.num_processes} processes: "
@@ -875,15 +858,11 @@ def assemble(config: Config) -> Accelerator:
 
 def main() -> None:
     config = parse_config()
-    disable_progress_bar()  # of transformers, which would show one for every small checkpoint
     torch.set_num_threads(config.threads or torch.get_num_threads())
     if config.preset == "tiny-base":
         return pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
     team = assemble(config)
     device, run = team.device, Run(config, team)
-    if run.n > 1:  # torchrun ends the others when one has died
-        told = lambda *_: sys.exit(f"ended from outside: {run.place()}")  # noqa: E731
-        signal.signal(signal.SIGTERM, told)
 
     # Stage 1, SFT. Speak the format.                                         sft.py
     if run.state["stage"] == "sft":
@@ -892,11 +871,8 @@ def main() -> None:
     # Stage 2, TAPO. Look where the evidence is.
     sft = run.folder / "sft"
     policy, actor, optimizer = run.open(config, "rl", sft, config.rl_lr, (0.9, 0.95), device)
-    compared = config.beta > 0 or config.ratio_anchor == "ref"
-    reference = load_policy(sft, device, config.max_pixels or None) if compared else None
-    if compared:
-        shard(reference)
-    world, watch = run.world(config, actor), VerdictWatch()
+    reference, world = reference_of(config, sft, device), run.world(config, actor)
+    watch = VerdictWatch()
 
     for step in tqdm(run.steps_left(config.rl_steps), "rl", mininterval=5):
         began, tally, key = time.perf_counter(), Counter(), f"{config.seed}-{step}"
@@ -939,13 +915,7 @@ def main() -> None:
         if (step + 1) % config.save_every == 0:
             run.save(policy, optimizer, step + 1)
 
-    if run.state["stage"] == "rl":
-        sync(policy, actor)
-        metrics = measure_policy(run, config, actor, out=run.folder)
-        run.end_stage(actor, metrics, following="done")
-    run.export_best(policy, actor, optimizer, config.rl_steps)
-    if run.first:
-        report_run(run, config)
+    finish(run, config, policy, actor, optimizer)
     team.end_training()
 
 
