@@ -1,8 +1,10 @@
 """python -m pytest tests/test_rollout.py      about 20 s: the game, its one mask, its exactness"""
 
 import copy
+import gc
 import random
 import string
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -151,6 +153,22 @@ def test_dead_slots_are_squeezed_out_without_being_felt(policy, samples, monkeyp
         (group,) = play(policy, samples[:1], 3, rules)
     assert max(sizes) > 30
     assert max(worst_difference(policy, t, heard) for t in group) <= 1e-5
+
+
+def test_rows_that_left_hold_no_memory(policy, samples, monkeypatch):
+    """The cache of the first turn, with the rows that ended in it, is gone in the second."""
+    caches, alive, generate = [], [], rollout._generate
+
+    def noting(policy, table, *rest):
+        caches.append(weakref.ref(table.cache))
+        gc.collect()
+        alive.append([cache() is not None for cache in caches])
+        return generate(policy, table, *rest)
+
+    monkeypatch.setattr(rollout, "_generate", noting)
+    with scripted(policy, [[SHORT], [LOOK, SHORT]]):
+        play(policy, samples[:1], 2, RULES)
+    assert alive == [[True], [False, True]]
 
 
 def test_the_tally_counts_what_was_computed(policy, samples):
