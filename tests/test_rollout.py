@@ -4,6 +4,7 @@ import copy
 import gc
 import random
 import string
+import threading
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -113,17 +114,26 @@ def test_a_wave_holds_whole_groups_within_its_memory(policy, samples, monkeypatc
 
 
 def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
-    """The row that sleeps is overtaken for as many turns as it sleeps, and loses nothing."""
-    slow = "<code>\nimport time\ntime.sleep(1.5)\nimage.crop((0,0,64,64)).show()\n</code>"
-    rules = Rules(**{**vars(RULES), "patience": 0.2, "max_new_tokens": 96})
-    turns, speak = [], rollout.speak
+    """One program ends only after the other row has answered; neither row loses anything."""
+    slow = "<code>\nslow = True\nimage.crop((0,0,64,64)).show()\n</code>"
+    rules = Rules(**{**vars(RULES), "patience": 3.0, "max_new_tokens": 96})
+    turns, answered = [], threading.Event()
+    speak, run = rollout.speak, rollout.Sandbox.run
 
     def noting(policy, t, reply):
         code = speak(policy, t, reply)
-        turns.append("slow" if t.steps[0].code.startswith("\nimport time") else "quick")
+        turns.append("slow" if "slow" in t.steps[0].code else "quick")
+        if t.ended:
+            answered.set()
         return code
 
+    def waiting(sandbox, code):
+        if "slow" in code:
+            answered.wait(60)
+        return run(sandbox, code)
+
     monkeypatch.setattr(rollout, "speak", noting)
+    monkeypatch.setattr(rollout.Sandbox, "run", waiting)
     with scripted(policy, [[slow, SHORT], [LOOK, PRINT, LOOK, SHORT]]) as heard:
         (group,) = play(policy, samples[:1], 2, rules)
     assert turns[2:] == ["quick", "quick", "quick", "slow"]
