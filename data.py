@@ -3,9 +3,9 @@ data.py: questions about images, their words, and a small world in which looking
 
 Concept     A Sample is one question about one image. How it becomes words, and how words become
             actions, is here too. The toy world makes samples whose answer is invisible in the
-            overview and plain in a close-up, so that looking is a choice.
+            overview and plain in a close-up, so that looking is a choice. Part 2 makes Samples
+            of public data sets and holds the paper's filters: a first reading may stop before it.
 Paper       CodeV, arXiv:2511.19661, Eq. 2 (x, a_t, o_t as text). The toy world is ours.
-            Public data sets become Samples too, and the paper's filters sort them.
 In          a seed and the dial `shortcut`; or a file, a folder or a hub name
 Out         Samples, their prompts, and demonstrations (scripts that sft.replay plays out)
 Left out    questions about several images
@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import base64
 import binascii
-import bisect
 import glob
 import hashlib
 import io
@@ -42,13 +41,12 @@ import reprlib
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -141,7 +139,7 @@ FIX_IT = "Fix the code, or answer."
 def messages(sample: Sample, clean: Callable[[str], str]) -> list[dict]:
     """The conversation before the first action: x = (V, Q) of Eq. 2. Question and options come
     from a data set, so they pass through `clean` (Policy.neutralise) like any foreign text."""
-    options = "".join(f"\n{chr(ord('A') + i)}. {o}" for i, o in enumerate(sample.options))
+    options = "".join(f"\n{letter}. {o}" for letter, o in zip(LETTERS, sample.options))
     width, height = sample.image.size
     texts = [clean(sample.question + options), FACTS.format(width=width, height=height)]
     content = [{"type": "image"}, *({"type": "text", "text": text} for text in texts)]
@@ -200,20 +198,14 @@ EDGE_COLORS = ((230, 120, 120), (120, 200, 120), (120, 130, 230), (225, 215, 120
 EDGE = 6
 
 
-def _texture_patterns() -> dict[str, np.ndarray]:
-    """Per texture, which pixels of the map are dark, [SIZE, SIZE]: half of every 4 x 4 block."""
-    y, x = np.mgrid[0:SIZE, 0:SIZE]
-    half = PERIOD // 2
-    stripes = {
-        "horizontal": y // half,
-        "vertical": x // half,
-        "checker": x // half + y // half,
-        "diagonal": (x + y) // half,
-    }
-    return {name: (stripe % 2).astype(bool) for name, stripe in stripes.items()}
-
-
-PATTERNS = _texture_patterns()
+# Per texture, which pixels of the map are dark, [SIZE, SIZE]: half of every 4 x 4 block.
+_y, _x = np.mgrid[0:SIZE, 0:SIZE]
+PATTERNS = {
+    "horizontal": _y // 2 % 2 == 1,
+    "vertical": _x // 2 % 2 == 1,
+    "checker": (_x // 2 + _y // 2) % 2 == 1,
+    "diagonal": (_x + _y) // 2 % 2 == 1,
+}
 
 
 @dataclass(frozen=True)
@@ -277,26 +269,13 @@ def draw_scene(rng: random.Random, shortcut: float) -> Scene:
 
 
 def search_sample(scene: Scene, square: Square, id: str) -> Sample:
-    return Sample(
-        id=id,
-        image=scene.image,
-        question=f"Which texture is on the {square.color} square ?",
-        answer=square.texture,
-        kind="search",
-        boxes=(square.box,),
-        source="toy",
-    )
+    question = f"Which texture is on the {square.color} square ?"
+    return Sample(id, scene.image, question, square.texture, boxes=(square.box,), source="toy")
 
 
 def neutral_sample(scene: Scene, square: Square, id: str) -> Sample:
-    return Sample(
-        id=id,
-        image=scene.image,
-        question=f"What color is the object at {square.cell} ?",
-        answer=square.color,
-        kind="neutral",
-        source="toy",
-    )
+    question = f"What color is the object at {square.cell} ?"
+    return Sample(id, scene.image, question, square.color, kind="neutral", source="toy")
 
 
 def toy_questions(
@@ -346,15 +325,13 @@ def demonstrations(n: int, seed: int | str) -> list[Demonstration]:
     for i in range(n):
         scene = draw_scene(rng, shortcut=0.25)
         square = rng.choice(scene.squares)
-        id = f"demo-{seed}-{i}"
         if rng.random() < 0.25:
-            thought = f" I can see {square.cell} {square.color} ."
-            turns = (answer_turn(thought, square.color),)
-            demos.append(Demonstration(neutral_sample(scene, square, id), turns, "neutral"))
-            continue
-        route = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0]
-        turns = _search_turns(square, route, rng)
-        demos.append(Demonstration(search_sample(scene, square, id), turns, route))
+            route, make = "neutral", neutral_sample
+            turns = (answer_turn(f" I can see {square.cell} {square.color} .", square.color),)
+        else:
+            (route,), make = rng.choices(list(MIXTURE), list(MIXTURE.values())), search_sample
+            turns = _search_turns(square, route, rng)
+        demos.append(Demonstration(make(scene, square, f"demo-{seed}-{i}"), turns, route))
     return demos
 
 
@@ -387,46 +364,54 @@ def answer_turn(thought: str, answer: str) -> str:
     return f"<think>{thought}</think><answer>{answer}</answer>"
 
 
-# The toy needs nothing of what follows. Public data sets: rows, images, samples
+# Part 2: public data and the paper's filters. The toy needs none of it: a first reading stops here
+
+# Files, rows and images
 
 SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".tsv": "csv", ".csv": "csv"}
 PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # the formats we let PIL open
 
 
-class Rows(Sequence):
-    """The rows of one or several files, as dicts, read from disk when asked for. Image cells stay
-    as they are stored; `folder` is what relative paths in them start from."""
+class Lazy(Sequence):
+    """make(key) for every key, each time it is asked for: the pictures of 50,000 questions fit in
+    no memory. A slice is Lazy too."""
 
-    def __init__(self, tables: list, folder: Path) -> None:
-        self.tables, self.folder = tables, folder
-        self.ends = list(accumulate(map(len, tables)))
+    def __init__(self, make: Callable, keys: Sequence) -> None:
+        self.make, self.keys = make, keys
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return len(self.keys)
 
     def __getitem__(self, i):
-        i = range(len(self))[i]  # IndexError, negative numbers, slices
-        if isinstance(i, range):
-            return [self[k] for k in i]
-        t = bisect.bisect_right(self.ends, i)
-        return self.tables[t][i - self.ends[t]]  # counted from the end of its table
+        chosen = self.keys[i]
+        return Lazy(self.make, chosen) if isinstance(i, slice) else self.make(chosen)
 
 
-def read_rows(where: str | Path, split: str | None = None) -> Rows:
+class Rows(Lazy):
+    """The rows of one or several files, as dicts. Image cells stay as they are stored; `folder` is
+    what relative paths in them start from."""
+
+    def __init__(self, tables: Sequence[Sequence[dict]], folder: Path) -> None:
+        places = [(table, i) for table in tables for i in range(len(table))]
+        super().__init__(lambda place: place[0][place[1]], places)
+        self.folder = folder
+
+
+def read_rows(where: str | Path) -> Rows:
     """A parquet, jsonl, json, tsv or csv file, a folder of them, or a data set on the hub.
 
-    split: of a folder or the hub, only files (or folders) whose name begins with this word, or one
-    of several, a+b; it may also stand behind a colon: "Kwai-Keye/Thyme-SFT:wo_thinking+2round".
-    Files may differ in their columns. Where a folder holds several kinds of file, those of the
-    first kind above count. Cells of tsv and csv are text, empty ones "".
+    Behind a colon may stand a split: only files (or folders) whose name begins with this word, or
+    with one of several, as in "Kwai-Keye/Thyme-SFT:wo_thinking+2round". Files may differ in their
+    columns. Where a folder holds several kinds of file, those of the first kind above count. Cells
+    of tsv and csv are text, empty ones "".
     """
-    where = str(where)
-    if split is None and ":" in where and not Path(where).exists():
+    where, split = str(where), ""
+    if ":" in where and not Path(where).exists():
         where, split = where.rsplit(":", 1)
     root = Path(where) if Path(where).exists() else _download(where, split)
     if root.is_file():
         return Rows([_table(root)], root.parent)
-    words = [re.escape(word) + "(?![a-z0-9])" for word in split.split("+")] if split else [""]
+    words = [re.escape(word) + "(?![a-z0-9])" for word in split.split("+") if word]
     begins = re.compile("|".join(words))
     for suffix in SUFFIXES:
         inside = [file.relative_to(root) for file in sorted(root.rglob("*" + suffix))]
@@ -434,17 +419,17 @@ def read_rows(where: str | Path, split: str | None = None) -> Rows:
                  and any(begins.match(part) for part in f.parts)]  # fmt: skip
         if files:
             return Rows([_table(root / file) for file in files], root)
-    named = f" whose name begins with {split!r}" if split else ""
-    raise FileNotFoundError(f"no {', '.join(SUFFIXES)} file{named} in {root}")
+    whose = f" whose name begins with {split!r}" if split else ""
+    raise FileNotFoundError(f"no {', '.join(SUFFIXES)} file{whose} in {root}")
 
 
-def _download(name: str, split: str | None) -> Path:
+def _download(name: str, split: str) -> Path:
     from huggingface_hub import snapshot_download
 
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is None:
         raise FileNotFoundError(f"no data in {name}: neither a file, a folder nor a hub name (a/b)")
     try:
-        patterns = split and [p + word + "*" for word in split.split("+") for p in ("", "*/")]
+        patterns = [p + word + "*" for word in split.split("+") for p in ("", "*/")]
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
     except OSError as error:
         raise FileNotFoundError(
@@ -470,7 +455,7 @@ def _table(file: Path):
         options["features"] = datasets.Features({n: datasets.Value("string") for n in names})
         options["chunksize"] = 50  # rows in memory: a picture of 8K is 20 MB of base64
     try:
-        path = glob.escape(str(file.absolute()))
+        path = glob.escape(str(file.absolute()))  # a name may hold brackets
         table = datasets.load_dataset(kind, data_files=path, split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         why = error.__cause__ or error
@@ -489,27 +474,26 @@ def _table(file: Path):
     return table
 
 
-def read_image(cell: object, folder: Path | str | None = None) -> Image.Image:
+def read_image(cell: object, folder: Path | str = ".") -> Image.Image:
     """Any public form of an image cell, made upright, opaque and RGB: a PIL image, bytes, a dict
     with "bytes" or "path", a path (relative to `folder`), base64, a data URL, or a list of one of
     these. ValueError says what came instead.
     """
-    source = cell if isinstance(cell, Image.Image) else io.BytesIO(image_bytes(cell, folder))
+    encoded = io.BytesIO(image_bytes(cell, folder))
     try:
-        if not isinstance(source, Image.Image):
-            source = Image.open(source, formats=PICTURES)
-        source.load()
-        return upright_rgb(source)
+        image = Image.open(encoded, formats=PICTURES)
+        image.load()
+        return upright_rgb(image)
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.error,
             Image.DecompressionBombError) as error:  # fmt: skip
         why = re.sub(r" <.*>", "", str(error))  # PIL names an object of ours
         raise ValueError(f"no image that can be read in {reprlib.repr(cell)}: {why}") from error
 
 
-def image_bytes(cell: object, folder: Path | str | None = None) -> bytes:
+def image_bytes(cell: object, folder: Path | str = ".") -> bytes:
     """The encoded image that a cell holds or names (see read_image)."""
     if isinstance(cell, Image.Image):
-        cell.save(png := io.BytesIO(), "PNG")
+        upright_rgb(cell).save(png := io.BytesIO(), "PNG")
         return png.getvalue()
     if isinstance(cell, dict):  # both may be there: the path then only says where it came from
         cell = cell.get("bytes") or cell.get("path")
@@ -521,7 +505,7 @@ def image_bytes(cell: object, folder: Path | str | None = None) -> bytes:
         return cell
     if not isinstance(cell, str) or not cell.strip():
         raise ValueError(f"expected an image, got {reprlib.repr(cell)}")
-    path = os.path.join(folder or "", cell.removeprefix("file://"))
+    path = os.path.join(folder, cell.removeprefix("file://"))
     if os.path.isfile(path):  # False also for text that can be no path
         return Path(path).read_bytes()
     text = re.sub(r"^data:[^,]*,|\s", "", cell)
@@ -542,9 +526,9 @@ COLUMNS = {
     "source": ("data_source", "source", "dataset"),
 }
 
-# A sample's kind follows its source (paper: rewards differ by task type; how samples are typed is
-# not printed, so the words are ours). A source without any of them is "search", and --describe says
-# so: the judge is asked, as it is for most of the paper's data.
+# A sample's kind follows from a word in the name of its source (paper: rewards differ by task type;
+# how samples are typed is not printed, so the words are ours). A source without any of them is
+# "search", and --describe says so: the judge is asked, as it is for most of the paper's data.
 KINDS = {"thinklite": "neutral", "geo": "neutral", "math": "neutral", "tabmwp": "neutral",
          "vstar": "search", "chart": "search", "arxivqa": "search"}  # fmt: skip
 
@@ -563,34 +547,15 @@ class Skipped(NamedTuple):
     reason: str
 
 
-T = TypeVar("T")
-
-
-class Lazy(Sequence[T]):
-    """make(key) for every key, each time it is asked for: the pictures of 50,000 questions fit in
-    no memory. A slice is Lazy too."""
-
-    def __init__(self, make: Callable[..., T], keys: Sequence) -> None:
-        self.make, self.keys = make, keys
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __getitem__(self, i):
-        chosen = self.keys[i]
-        return Lazy(self.make, chosen) if isinstance(i, slice) else self.make(chosen)
-
-
-class Usable(Lazy[T]):
+class Usable(Lazy):
     """What the usable ones of `total` rows become; `skipped` lists the others. Every row is tried
     once, at the start, so that training meets no surprise: check(i) raises Bad if row i cannot be
     used, make(i) makes it. len(self) and len(self.skipped) sum to `total`; on_bad="stop" raises
     ValueError at the first bad row instead."""
 
     def __init__(
-        self, total: int, check: Callable[[int], object], make: Callable[[int], T],
-        on_bad: str, title: str,
-    ) -> None:  # fmt: skip
+        self, total: int, check: Callable[[int], object], make: Callable, on_bad: str, title: str
+    ) -> None:
         if on_bad not in ("skip", "stop"):
             raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
         good, self.skipped = list[int](), list[Skipped]()
@@ -608,12 +573,15 @@ class Usable(Lazy[T]):
                 if bad and on_bad == "stop":
                     pool.shutdown(cancel_futures=True)
                     raise ValueError(f"{title}: row {i}, {bad.field}: {bad.reason}")
-                (self.skipped if bad else good).append(bad or i)
+                if bad:
+                    self.skipped.append(bad)
+                else:
+                    good.append(i)
 
 
 def load_rl(
     where: str | Path, on_bad: str = "skip", fits: Callable[[Sample], object] | None = None
-) -> Usable[Sample]:
+) -> Usable:
     """Rows in one of the public schemas, as Samples whose image is decoded when asked for.
 
     fits: raises ValueError for a sample that is too long to play, such as
@@ -637,8 +605,11 @@ def load_rl(
 
 def rl_sample(row: dict, number: int, folder: Path) -> Sample:
     """Raises Bad, which names the field."""
-    cell, question, answer = (cell_of(row, field) for field in ("image", "question", "answer"))
-    source = str(cell_of(row, "source", default=""))
+    for field in ("image", "question", "answer"):
+        if cell_of(row, field) is None:
+            raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
+    cell, question, answer, source = (cell_of(row, field) for field in COLUMNS)
+    source = str(source or "")
     if isinstance(question, list):  # a conversation: what its user said last
         turns = [turn for turn in question if isinstance(turn, dict) and turn.get("role") == "user"]
         question = turns[-1].get("content") if turns else None
@@ -655,7 +626,8 @@ def rl_sample(row: dict, number: int, folder: Path) -> Sample:
     choices = [*LETTERS[: len(options)], *map(str.upper, options)]
     if not answer or options and answer.upper() not in choices:
         raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
-    if (kind := row.get("kind") or kind_of(source)[0]) not in ("search", "neutral"):
+    kind = row.get("kind") or KINDS.get(named(source, KINDS), "search")
+    if kind not in ("search", "neutral"):
         raise Bad("kind", f"is 'search' or 'neutral', got {kind!r}")
     if not isinstance(boxes, list) or not all(isinstance(b, list) and len(b) == 4 for b in boxes):
         raise Bad("boxes", f"expected a list of [x0, y0, x1, y1], got {reprlib.repr(boxes)}")
@@ -667,17 +639,15 @@ def rl_sample(row: dict, number: int, folder: Path) -> Sample:
         raise Bad("image", str(error)) from error
 
 
-def cell_of(row: dict, field: str, **default):
-    """The first cell of COLUMNS[field] that holds something."""
+def cell_of(row: dict, field: str):
+    """The first cell of COLUMNS[field] that holds something, else None."""
     for column in COLUMNS[field]:
         cell: object = row
         for name in column.split("."):
             cell = cell.get(name) if isinstance(cell, dict) else None
         if cell not in (None, "", []):
             return cell
-    if default:
-        return default["default"]
-    raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
+    return None
 
 
 def plain_question(text: str) -> str:
@@ -686,14 +656,10 @@ def plain_question(text: str) -> str:
     return re.split(facts, text.replace("<image>", ""))[0].strip()
 
 
-def kind_of(source: str) -> tuple[str, bool]:
-    """(kind, do we know it?) of a data source."""
-    known = [kind for word, kind in KINDS.items() if word in plain_name(source)]
-    return (known[0], True) if known else ("search", False)
-
-
-def plain_name(source: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", source.lower())
+def named(source: str, words: Iterable[str]) -> str | None:
+    """The first of `words` in the name of a data source, however that is punctuated."""
+    name = re.sub(r"[^a-z0-9]", "", source.lower())
+    return next((word for word in words if word in name), None)
 
 
 # The paper's filters (Sec. on RL data): sources, labels, difficulty
@@ -711,12 +677,8 @@ UNASKED = Verdict("no verdict", "not asked yet, or no answer came: run the same 
 
 def by_source(rows: Rows, keys: Sequence[int], external: Sequence[str] = EXTERNAL) -> list[Verdict]:
     """Drop sources of external knowledge. keys: the rows to look at."""
-    sources = [str(cell_of(rows[k], "source", default="")) for k in keys]
-    return [Verdict("drop" if is_external(s, external) else "keep", f"source {s}") for s in sources]
-
-
-def is_external(source: str, external: Sequence[str]) -> bool:
-    return any(word in plain_name(source) for word in external)
+    sources = [str(cell_of(rows[k], "source") or "") for k in keys]
+    return [Verdict("drop" if named(s, external) else "keep", f"source {s}") for s in sources]
 
 
 def by_label(samples: Sequence[Sample], judge, record: Path) -> list[Verdict]:
@@ -734,7 +696,7 @@ def by_label(samples: Sequence[Sample], judge, record: Path) -> list[Verdict]:
 
 def by_difficulty(
     samples: Sequence[Sample], policy: Policy, rules: Rules, record: Path, name: str, n: int = 8,
-    max_accuracy: float = 0.9, answer_judge=None, batch: int = 16, seed: int = 0,
+    max_accuracy: float = 0.9, answer_judge=None, batch: int = 16,
 ) -> list[Verdict]:  # fmt: skip
     """Drop what the model (of this name) answers right in more than max_accuracy of n tries: with
     the paper's 8 and 0.9 that is 8 of 8. What it never answers right stays, as in the paper.
@@ -745,14 +707,14 @@ def by_difficulty(
     from rollout import play
 
     def ask(asked: list[Sample]) -> list[dict | None]:
-        torch.manual_seed(seed)  # play draws from it and the sample's id: batches do not matter
+        torch.manual_seed(0)  # play draws from it and the sample's id: batches do not matter
         groups = play(policy, asked, n, rules)
         graded = score(groups, "accuracy", BoxJudge(), Weights(), random.Random(0), answer_judge)
         told = [[reward.answer for reward in group] for group in graded]
         return [None if None in of_one else {"right": int(sum(of_one))} for of_one in told]
 
-    setting = {"model": name, "n": n, "seed": seed, "turns": rules.turns,
-               "max_new_tokens": rules.max_new_tokens, "max_pixels": budget_of(policy),
+    setting = {"model": name, "n": n, "turns": rules.turns, "max_pixels": budget_of(policy),
+               "max_new_tokens": rules.max_new_tokens,
                "answer_judge": answer_judge and answer_judge.model}  # fmt: skip
 
     def verdict(right: int) -> Verdict:
@@ -769,31 +731,31 @@ def asked_once(
     """ask(samples) -> what was found of each, or None for nothing. Every finding becomes a line of
     `record` at once, and is not asked for again: neither after a crash, nor by another run.
 
-    Under torchrun or accelerate launch every process asks about its own part and writes a record
-    of its own; whoever comes later reads them all.
+    Under torchrun or accelerate launch every process asks about its own part, returns that, and
+    writes a record of its own; whoever comes later reads them all.
     """
-    rank, world = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     own = record.with_suffix(f".{rank}.jsonl") if world > 1 else record
     own.parent.mkdir(parents=True, exist_ok=True)
     known: dict[str, dict] = {}
     for part in {own, record, *record.parent.glob(record.stem + ".*.jsonl")}:
         known |= read_record(part, setting)
-    found: list[dict | None] = []
-    with open(own, "ab") as file, tqdm(total=len(samples), desc=own.stem, mininterval=5) as bar:
+    mine, keys = samples[rank::world], []
+    with open(own, "ab") as file, tqdm(total=len(mine), desc=own.stem, mininterval=5) as bar:
         file.truncate(len(whole_lines(own)))  # a line that a crash cut short
-        for start in range(0, len(samples), batch):
-            some = [(fingerprint(sample), sample) for sample in samples[start : start + batch]]
-            todo = {key: s for k, (key, s) in enumerate(some, start) if k % world == rank}
-            todo = {key: s for key, s in todo.items() if key not in known}
-            for (key, s), finding in zip(todo.items(), ask([*todo.values()]) if todo else ()):
+        for start in range(0, len(mine), batch):
+            some = [(fingerprint(sample), sample) for sample in mine[start : start + batch]]
+            todo = {key: sample for key, sample in some if key not in known}
+            findings = ask([*todo.values()]) if todo else []
+            for (key, s), finding in zip(todo.items(), findings):
                 if finding is not None:
                     told = dict(id=s.id, question=s.question, answer=s.answer) | finding
                     known[key] = told | dict(setting=setting, key=key)
                     file.write(json.dumps(known[key], ensure_ascii=False).encode() + b"\n")
             file.flush()
-            found += [known.get(key) for key, _ in some]
+            keys += [key for key, _ in some]
             bar.update(len(some))
-    return found
+    return [known.get(key) for key in keys]
 
 
 def read_record(file: Path, setting: dict) -> dict[str, dict]:
@@ -815,9 +777,7 @@ def fingerprint(sample: Sample) -> str:
     return hashlib.sha256(asked.encode() + sample.image.tobytes()).hexdigest()[:32]
 
 
-def write_sieved(
-    out: Path, samples: Usable[Sample], rows: Rows, verdicts: list[Verdict]
-) -> Counter:
+def write_sieved(out: Path, samples: Usable, rows: Rows, verdicts: list[Verdict]) -> Counter:
     """What to keep as `out`, a parquet file that load_rl reads, with the images' own bytes; and
     beside it, as .txt, a list for people of all that was not kept, and why."""
     import pyarrow as pa
@@ -827,30 +787,31 @@ def write_sieved(
     lists = {"options": pa.list_(pa.string()), "boxes": pa.list_(pa.list_(pa.int64()))}
     image = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()})}
     schema = pa.schema(texts | lists | image)
-    others: dict[str, list[str]] = {}
+
+    def line(k: int) -> dict:
+        s, row = samples[k], rows[samples.keys[k]]
+        image = {"bytes": image_bytes(cell_of(row, "image"), rows.folder)}
+        return dict(id=s.id, image=image, question=s.question, answer=s.answer, kind=s.kind,
+                    options=s.options, boxes=s.boxes, data_source=s.source)  # fmt: skip
+
+    places: dict[str, list[int]] = {"keep": []}
+    for k, verdict in enumerate(verdicts):
+        places.setdefault(verdict.word, []).append(k)
     out.parent.mkdir(parents=True, exist_ok=True)
     with pq.ParquetWriter(part := out.with_suffix(".part"), schema) as writer:
-        lines = []
-        for i, verdict in enumerate(verdicts):
-            s, row = samples[i], rows[samples.keys[i]]
-            if verdict.word == "keep":
-                cell = {"bytes": image_bytes(cell_of(row, "image"), rows.folder)}
-                lines.append(dict(id=s.id, image=cell, question=s.question, answer=s.answer,
-                                  options=s.options, kind=s.kind, boxes=s.boxes,
-                                  data_source=s.source))  # fmt: skip
-            else:
-                said = f"{s.id}  {verdict.reason}\n    {s.question!r}  answer: {s.answer!r}\n"
-                others.setdefault(verdict.word, []).append(said)
-            if len(lines) == 50 or i + 1 == len(verdicts):
-                writer.write_table(pa.Table.from_pylist(lines, schema))
-                lines = []
+        for start in range(0, len(places["keep"]), 50):  # few pictures are in memory at a time
+            lines = [line(k) for k in places["keep"][start : start + 50]]
+            writer.write_table(pa.Table.from_pylist(lines, schema))
     os.replace(part, out)
-    counts = Counter(verdict.word for verdict in verdicts)
-    text = "".join(f"\n{word}: {counts[word]}\n\n{''.join(said)}" for word, said in others.items())
+    text = f"keep: {len(places.pop('keep'))}\n"
+    for word, others in places.items():
+        text += f"\n{word}: {len(others)}\n\n"
+        for s, verdict in ((samples[k], verdicts[k]) for k in others):
+            text += f"{s.id}  {verdict.reason}\n    {s.question!r}  answer: {s.answer!r}\n"
     text += f"\nunusable: {len(samples.skipped)}\n\n"
     text += "".join(f"row {bad.row}, {bad.field}: {bad.reason}\n" for bad in samples.skipped)
-    out.with_suffix(".txt").write_text(f"keep: {counts['keep']}\n{text}")
-    return counts
+    out.with_suffix(".txt").write_text(text)
+    return Counter(verdict.word for verdict in verdicts)
 
 
 # What does a data set hold?
@@ -875,24 +836,25 @@ def describe(where: str, policy: Policy | None, rules: Rules) -> str:
         usable = load_rl(where, fits=fits)
         items = ((s, len(encode(s).ids) if policy else 0, None) for s in usable)
 
+    forms = {r"\(?[A-Z]\)?": "a letter", r"[-+]?[\d.,]+%?": "a number", r"[\s\S]*": "a text"}
     count: dict[str, Counter] = {"source": Counter(), "answers": Counter(), "programs": Counter()}
     tokens, sizes = list[int](), list[tuple[int, str]]()
     for sample, length, ran in tqdm(items, where, len(usable), mininterval=5, leave=False):
         width, height = sample.image.size
         sizes.append((width * height, f"{width}x{height}"))
         tokens.append(length)
-        words = "" if kind_of(sample.source)[1] or ran is not None else ", assumed"
-        words += ", external knowledge" * is_external(sample.source, EXTERNAL)
+        words = "" if named(sample.source, KINDS) or ran is not None else ", assumed"
+        words += ", external knowledge" if named(sample.source, EXTERNAL) else ""
         count["source"][f"{sample.source or 'not named'} ({sample.kind}{words})"] += 1
-        form = {r"\(?[A-Z]\)?": "a letter", r"[-+]?[\d.,]+%?": "a number", r"[\s\S]*": "a text"}
-        count["answers"][next(w for p, w in form.items() if re.fullmatch(p, sample.answer))] += 1
+        count["answers"][next(w for p, w in forms.items() if re.fullmatch(p, sample.answer))] += 1
         count["programs"].update([] if ran is None else [f"{ran} in a row"])
 
     def spread(values: list) -> str:
         at = {"least": 0, "middle": len(values) // 2, "95 %": len(values) * 95 // 100, "most": -1}
         return ", ".join(f"{word} {values[i]}" for word, i in at.items()) if values else "none"
 
-    reasons, bad = Counter(f"{x.field}: {x.reason}" for x in usable.skipped), usable.skipped
+    bad = usable.skipped
+    reasons = Counter(f"{x.field}: {x.reason}" for x in bad)
     lines = [
         f"rows      {len(usable)} usable + {len(bad)} left out",
         f"columns   {', '.join(columns)}",
@@ -929,7 +891,7 @@ def main(argv: list[str]) -> None:
         "check-labels": "ask the judge server about labels; settle its doubts by hand",
         "difficulty": "drop what a model (nearly) always answers right",
     }.items():
-        what.add_argument(f"--{flag}", metavar="WHERE", help=help)
+        what.add_argument("--" + flag, metavar="WHERE", help=help)
     add = parser.add_argument
     add("--out", type=Path, default=Path("filtered.parquet"), help="what a filter writes")
     add("--external", default=",".join(EXTERNAL), help="words in the names of sources to drop")
@@ -954,6 +916,7 @@ def main(argv: list[str]) -> None:
 def run(options: argparse.Namespace) -> str:
     import torch
 
+    from rewards import ChatJudge
     from rollout import Rules, check_fits, load_policy
 
     if options.check_labels and not (options.judge_url and options.judge_model):
@@ -963,7 +926,7 @@ def run(options: argparse.Namespace) -> str:
     rules = Rules(turns=options.turns, max_length=options.max_length,
                   max_new_tokens=options.max_new_tokens,
                   allow_weak_sandbox=options.allow_weak_sandbox)  # fmt: skip
-    policy = judge = fits = None
+    policy = None
     if options.model:
         place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
         plays = options.difficulty is not None
@@ -972,12 +935,10 @@ def run(options: argparse.Namespace) -> str:
             policy.model.to(torch.bfloat16)
     if options.describe:
         return describe(options.describe, policy, rules)
-    if options.judge_url:
-        from rewards import ChatJudge
-
-        judge = ChatJudge(options.judge_url, options.judge_model)
-    if options.difficulty:
-        fits = lambda s: check_fits(policy, s, policy.encode_prompt(s, False), rules)  # noqa: E731
+    judge = ChatJudge(options.judge_url, options.judge_model) if options.judge_url else None
+    fits = options.difficulty and (
+        lambda s: check_fits(policy, s, policy.encode_prompt(s, False), rules)
+    )
     where = options.drop_sources or options.check_labels or options.difficulty
     samples, rows = load_rl(where, fits=fits), read_rows(where)
     record = options.out.with_suffix(".jsonl")
@@ -1000,11 +961,9 @@ def demo() -> str:
     for demo in demonstrations(4, seed=0):
         lines.append(f"{demo.sample.id}  {demo.sample.question}  (answer: {demo.sample.answer})")
         lines.append(f"  {demo.route}: " + "  ->  ".join(demo.turns).replace("\n", "\\n"))
-    overview = [
-        np.asarray(draw_scene(random.Random(1), s).image.resize((64, 64), Image.Resampling.BOX))
-        for s in (1.0, 0.0)
-    ]
-    gap = int(np.abs(overview[0].astype(int) - overview[1].astype(int)).max())
+    scenes = [draw_scene(random.Random(1), shortcut) for shortcut in (1.0, 0.0)]
+    usual, unusual = (np.asarray(scene.image.reduce(PERIOD), int) for scene in scenes)
+    gap = np.abs(usual - unusual).max()
     lines.append(f"the same map with usual and unusual textures differs in the overview by {gap}")
     return "\n".join(lines)
 

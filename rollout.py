@@ -39,17 +39,9 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    DynamicCache,
-    GenerationConfig,
-    PretrainedConfig,
-    LogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoTokenizer, DynamicCache, GenerationConfig, LogitsProcessor
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from data import TAGS, Sample, messages, observation_text, parse
@@ -122,8 +114,6 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one game."""
-
     turns: int = 5  # T of Eq. 2: how often the policy may speak
     temperature: float = 1.0  # 0: greedy (evaluation only)
     max_new_tokens: int = 1024  # per turn
@@ -146,20 +136,21 @@ class Policy:
 
     def __init__(self, model: nn.Module, tokenizer, image_processor) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
-        vocabulary, V = tokenizer.get_vocab(), model.config.text_config.vocab_size
+        vocabulary = tokenizer.get_vocab()
         for token in ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>"):
             if token not in vocabulary:
                 raise ValueError(f"expected a Qwen2.5-VL tokenizer; this one has no {token}")
         if (pad := vocabulary["<|image_pad|>"]) != (own := model.config.image_token_id):
             raise ValueError(f"<|image_pad|> is token {pad}, but the model's is {own}: not a pair")
-        self.image_id, self.end_id = vocabulary["<|image_pad|>"], vocabulary["<|im_end|>"]
+        self.image_id, self.end_id = pad, vocabulary["<|im_end|>"]
         self.pad_id = tokenizer.pad_token_id
-        # Tokens that would forge a turn or an image, and rows of the embedding that are no token.
-        # The policy may sample none of them but the end of its own message.
+        # The policy may sample no token that would forge a turn or an image, but the end of its
+        # own message, and no row of the embedding that is no token.
         tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
         added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         may_say = {tag for tag in tags if "sandbox" not in tag} | {"<|im_end|>"}
         control = {id for token, id in added.items() if token not in may_say}
+        V = model.config.text_config.vocab_size
         self.forbidden = sorted(control | set(range(len(tokenizer), V)))
         if self.pad_id not in self.forbidden:
             raise ValueError(f"the pad token {tokenizer.pad_token!r} must be a control token")
@@ -167,8 +158,8 @@ class Policy:
         longest_first = sorted({*added, *tags}, key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, longest_first)))
         self.may_end = torch.zeros(V, dtype=torch.bool)  # [V] can this token close a turn?
-        ends = [id for token, id in vocabulary.items() if ">" in token]
-        self.may_end[sorted(set(ends) - set(self.forbidden) - {self.end_id})] = True
+        self.may_end[[id for token, id in vocabulary.items() if ">" in token]] = True
+        self.may_end[self.forbidden] = False
 
     @property
     def device(self) -> torch.device:
@@ -276,7 +267,7 @@ def load_policy(
     """
     check_checkpoint(name)
     try:
-        kind = PretrainedConfig.get_config_dict(name)[0].get("model_type")
+        kind = Model.config_class.get_config_dict(name)[0].get("model_type")
         if kind != "qwen2_5_vl":
             raise ValueError(
                 f"{name} is a {kind!r} model, but the prompt, the vision tokens and the positions "
@@ -291,13 +282,12 @@ def load_policy(
             if missing := sorted(loading["missing_keys"]):
                 raise ValueError(f"{name} lacks {len(missing)} weights, such as {missing[0]}")
         else:
-            device = "meta"
-            with torch.device(device):
-                model = Model(AutoConfig.from_pretrained(name))
+            device = torch.device("meta")
+            with device:
+                model = Model(Model.config_class.from_pretrained(name))
     except OSError as error:
-        what = (
-            "a file is missing there" if Path(name).is_dir() else "neither a folder nor on the hub"
-        )
+        here = Path(name).is_dir()
+        what = "a file is missing there" if here else "neither a folder nor on the hub"
         raise FileNotFoundError(
             f"no model {str(name)!r}: {what} ({str(error).splitlines()[0]}). Give --model a "
             f"complete checkpoint folder, or check the hub name, the network and the licence"
@@ -351,8 +341,9 @@ class Dice(LogitsProcessor):
 
     def __init__(self, table: Table, rules: Rules) -> None:
         self.start, self.temperature = table.ids.shape[1], rules.temperature
-        draws = [torch.rand(rules.max_new_tokens, generator=generator(f"{t.dice} {len(t.steps)}"))
-                 for t in table.live]  # fmt: skip
+        seeds = [random.Random(f"{t.dice} {len(t.steps)}").getrandbits(63) for t in table.live]
+        streams = [torch.Generator().manual_seed(seed) for seed in seeds]  # alike on every machine
+        draws = [torch.rand(rules.max_new_tokens, generator=stream) for stream in streams]
         self.draws = torch.stack(draws).to(table.ids.device)  # [B, max_new_tokens]
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # scores [B, V]
@@ -361,11 +352,6 @@ class Dice(LogitsProcessor):
         # (A draw is at most 1 - 2^-24: far enough from 1 for the rounding of a float64 sum.)
         beyond = reached > self.draws[:, ids.shape[1] - self.start, None] * reached[:, -1:]
         return (beyond & (p > 0)).float()  # argmax: the first of the 1s
-
-
-def generator(seed: str) -> torch.Generator:
-    """The same stream on every machine, process and device."""
-    return torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
 
 
 def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -446,40 +432,40 @@ def play(
     confine = (rules.limits, rules.allow_weak_sandbox)
     with ThreadPoolExecutor(rules.sandboxes) as pool:
         for i in range(0, len(samples), per_wave):
-            part = samples[i : i + per_wave]
-            table, wave = _deal(policy, part, rollouts, seed, rules, tally)
-            sandboxes = {id(t): Sandbox(t.sample.image, *confine) for t in table.live}
+            wave: list[Trajectory] = []
+            for sample in samples[i : i + per_wave]:
+                prompt = policy.encode_prompt(sample)
+                check_fits(policy, sample, prompt, rules)
+                dice = [f"dice {seed} {sample.id} {k}" for k in range(rollouts)]
+                groups.append([begin(sample, prompt, own) for own in dice])
+                wave += groups[-1]
+            sandboxes = {id(t): Sandbox(t.sample.image, *confine) for t in wave}
             try:
-                _play_wave(policy, table, sandboxes, rules, pool, tally)
+                _play_wave(policy, wave, rollouts, sandboxes, rules, pool, tally)
             finally:
                 if sandboxes:  # an error is on its way out: let no program outlive it
                     pool.shutdown(cancel_futures=True)
                 for sandbox in sandboxes.values():
                     sandbox.close()
-            groups += wave
     return groups
 
 
 @torch.no_grad()
 def play_on(
-    policy: Policy, trajectories: list[Trajectory], sandboxes: dict[int, Sandbox], rules: Rules,
-    tally: Counter | None = None,
-) -> None:  # fmt: skip
+    policy: Policy, trajectories: list[Trajectory], sandboxes: dict[int, Sandbox], rules: Rules
+) -> None:
     """Eq. 2 from the middle: it is the policy's turn in every trajectory, and each goes on until
     its episode is over. `sandboxes` has one for each id(trajectory), in the state its code left;
     all must fit the KV cache at once (rows_that_fit)."""
-    tally = Counter() if tally is None else tally
-    histories = [Encoded(t.ids, t.images) for t in trajectories]
-    table = Table(*_prefill(policy, histories, tally), list(trajectories))
     with ThreadPoolExecutor(rules.sandboxes) as pool:
-        _play_wave(policy, table, dict(sandboxes), rules, pool, tally)
+        _play_wave(policy, trajectories, 1, dict(sandboxes), rules, pool, Counter())
 
 
 def _play_wave(
-    policy: Policy, table: Table, sandboxes: dict[int, Sandbox], rules: Rules,
-    pool: ThreadPoolExecutor, tally: Counter,
+    policy: Policy, wave: list[Trajectory], rollouts: int, sandboxes: dict[int, Sandbox],
+    rules: Rules, pool: ThreadPoolExecutor, tally: Counter,
 ) -> None:  # fmt: skip
-    """Eq. 2 for one wave: act, run, observe, until every episode is over. `tables` is a queue."""
+    """Eq. 2 for one wave: act, run, observe, until every episode is over."""
 
     def run(t: Trajectory, code: str) -> tuple[Observation, list[Picture]]:
         seen = sandboxes[id(t)].run(code)
@@ -490,7 +476,8 @@ def _play_wave(
             if t.ended:
                 pool.submit(sandboxes.pop(id(t)).close)
 
-    tables: list[tuple[Table, list[Future]]] = [(table, [])]
+    # A queue of tables, each with the programs that its rows wait for.
+    tables: list[tuple[Table, list[Future]]] = [(_deal(policy, wave, rollouts, tally), [])]
     while tables:
         done = [all(f.done() for f in programs) for _, programs in tables]
         if not any(done):
@@ -526,31 +513,13 @@ def _play_wave(
             tables.append((table.rows(part), [acting[row] for row in part]))
 
 
-def _deal(
-    policy: Policy, samples: list[Sample], rollouts: int, seed: int, rules: Rules, tally: Counter
-) -> tuple[Table, list[list[Trajectory]]]:
-    """The table before the first turn: every prompt and every image is encoded once, then the
-    cache is copied K times."""
-    prompts = [policy.encode_prompt(sample) for sample in samples]
-    for sample, prompt in zip(samples, prompts):
-        check_fits(policy, sample, prompt, rules)
-    ids, mask, cache = _prefill(policy, prompts, tally)
-    cache.batch_repeat_interleave(rollouts)
-    groups = [
-        [begin(s, p, f"dice {seed} {s.id} {k}") for k in range(rollouts)]
-        for s, p in zip(samples, prompts)
-    ]
-    live = [trajectory for group in groups for trajectory in group]
-    ids, mask = (x.repeat_interleave(rollouts, 0) for x in (ids, mask))
-    return Table(ids, mask, cache, live), groups
-
-
-def _prefill(
-    policy: Policy, pieces: list[Encoded], tally: Counter
-) -> tuple[Tensor, Tensor, DynamicCache]:
-    """(ids, mask, cache) of some histories. The last token stays unread: generate starts there."""
-    ids, mask = left_pad([p.ids for p in pieces], policy.pad_id, policy.device)
-    pictures = [picture for p in pieces for picture in p.pictures]
+def _deal(policy: Policy, wave: list[Trajectory], rollouts: int, tally: Counter) -> Table:
+    """The table before the next turn. `rollouts` neighbours share their history: it and its images
+    are encoded once, then the cache is copied. Of each history the last token stays unread:
+    generate starts there."""
+    first = wave[::rollouts]
+    ids, mask = left_pad([t.ids for t in first], policy.pad_id, policy.device)
+    pictures = [picture for t in first for picture in t.images]
     cache = DynamicCache(config=policy.model.config)
     with stopwatch(tally, "prefill"):
         policy.model.eval()(
@@ -558,9 +527,11 @@ def _prefill(
             position_ids=policy.positions(ids, mask, [p.grid for p in pictures])[..., :-1],
             logits_to_keep=1, **policy.model_images(pictures),
         )  # fmt: skip
-    tally["prefilled_tokens"] += sum(len(p.ids) for p in pieces)
+    tally["prefilled_tokens"] += sum(len(t.ids) for t in first)
     tally["images"] += len(pictures)
-    return ids, mask, cache
+    cache.batch_repeat_interleave(rollouts)
+    ids, mask = (x.repeat_interleave(rollouts, 0) for x in (ids, mask))
+    return Table(ids, mask, cache, wave)
 
 
 def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> list[list[int]]:

@@ -157,7 +157,7 @@ def test_rows_of_several_files_are_one_sequence(tables, draw):
     rows, flat = Rows(tables, Path()), sum(tables, [])
     assert list(rows) == flat and len(rows) == len(flat)
     cut = draw.draw(st.slices(len(flat)))
-    assert rows[cut] == flat[cut]
+    assert [*rows[cut]] == flat[cut]
     lazy = Lazy(lambda x: -x, flat)
     assert [*lazy[cut]] == [-x for x in flat[cut]] and len(lazy[cut]) == len(flat[cut])
     i = draw.draw(st.integers(-len(flat) - 2, len(flat) + 1))
@@ -175,15 +175,15 @@ def test_a_folder_is_its_files_of_the_first_kind_and_a_split_is_how_names_begin(
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     (tmp_path / ".cache").mkdir()
     parquet(tmp_path / ".cache" / "test.parquet", [{"a": "hidden"}])
-    names = lambda *where: [row["a"] for row in read_rows(*where)]  # noqa: E731
+    names = lambda where: [row["a"] for row in read_rows(where)]  # noqa: E731
     tests = ["test-0000-of-0002", "test-0001-of-0002"]
     assert names(tmp_path) == [*tests, "testmini-0", "train/part"]
-    assert names(tmp_path, "test") == names(f"{tmp_path}:test") == tests
-    assert names(tmp_path, "train") == ["train/part"]
-    assert names(tmp_path, "train+testmini") == ["testmini-0", "train/part"]
+    assert names(f"{tmp_path}:test") == tests
+    assert names(f"{tmp_path}:train") == ["train/part"]
+    assert names(f"{tmp_path}:train+testmini") == ["testmini-0", "train/part"]
     assert read_rows(tmp_path).folder == tmp_path
     with pytest.raises(FileNotFoundError, match="no .parquet.* begins with 'val' in"):
-        read_rows(tmp_path, "val")
+        read_rows(f"{tmp_path}:val")
 
 
 def test_a_hub_name_is_downloaded_as_far_as_needed_and_read_like_a_folder(tmp_path, monkeypatch):
@@ -332,7 +332,8 @@ def test_a_question_that_does_not_fit_is_left_out_at_the_start(policy):
     ("Geometry3K", "neutral", True), ("my photos", "search", False), ("", "search", False),
 ])  # fmt: skip
 def test_the_kind_follows_the_source(source, kind, known):
-    assert data.kind_of(source) == (kind, known)
+    assert data.rl_sample(FLAT | {"data_source": source}, 0, Path()).kind == kind
+    assert (data.named(source, data.KINDS) is not None) == known
 
 
 # Filters

@@ -1,8 +1,11 @@
 """python -m pytest tests/test_rollout.py      about 20 s: the game, its one mask, its exactness"""
 
 import copy
+import gc
 import random
 import string
+import threading
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -111,17 +114,26 @@ def test_a_wave_holds_whole_groups_within_its_memory(policy, samples, monkeypatc
 
 
 def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
-    """The row that sleeps is overtaken for as many turns as it sleeps, and loses nothing."""
-    slow = "<code>\nimport time\ntime.sleep(1.5)\nimage.crop((0,0,64,64)).show()\n</code>"
-    rules = Rules(**{**vars(RULES), "patience": 0.2, "max_new_tokens": 96})
-    turns, speak = [], rollout.speak
+    """One program ends only after the other row has answered; neither row loses anything."""
+    slow = "<code>\nslow = True\nimage.crop((0,0,64,64)).show()\n</code>"
+    rules = Rules(**{**vars(RULES), "patience": 3.0, "max_new_tokens": 96})
+    turns, answered = [], threading.Event()
+    speak, run = rollout.speak, rollout.Sandbox.run
 
     def noting(policy, t, reply):
         code = speak(policy, t, reply)
-        turns.append("slow" if t.steps[0].code.startswith("\nimport time") else "quick")
+        turns.append("slow" if "slow" in t.steps[0].code else "quick")
+        if t.ended:
+            answered.set()
         return code
 
+    def waiting(sandbox, code):
+        if "slow" in code:
+            answered.wait(60)
+        return run(sandbox, code)
+
     monkeypatch.setattr(rollout, "speak", noting)
+    monkeypatch.setattr(rollout.Sandbox, "run", waiting)
     with scripted(policy, [[slow, SHORT], [LOOK, PRINT, LOOK, SHORT]]) as heard:
         (group,) = play(policy, samples[:1], 2, rules)
     assert turns[2:] == ["quick", "quick", "quick", "slow"]
@@ -151,6 +163,22 @@ def test_dead_slots_are_squeezed_out_without_being_felt(policy, samples, monkeyp
         (group,) = play(policy, samples[:1], 3, rules)
     assert max(sizes) > 30
     assert max(worst_difference(policy, t, heard) for t in group) <= 1e-5
+
+
+def test_rows_that_left_hold_no_memory(policy, samples, monkeypatch):
+    """The cache of the first turn, with the rows that ended in it, is gone in the second."""
+    caches, alive, generate = [], [], rollout._generate
+
+    def noting(policy, table, *rest):
+        caches.append(weakref.ref(table.cache))
+        gc.collect()
+        alive.append([cache() is not None for cache in caches])
+        return generate(policy, table, *rest)
+
+    monkeypatch.setattr(rollout, "_generate", noting)
+    with scripted(policy, [[SHORT], [LOOK, SHORT]]):
+        play(policy, samples[:1], 2, RULES)
+    assert alive == [[True], [False, True]]
 
 
 def test_the_tally_counts_what_was_computed(policy, samples):
