@@ -7,11 +7,11 @@ Concept     Score K rollouts of one question against each other (no value networ
 Paper       CodeV, arXiv:2511.19661, Eqs. 1, 3 and 4, and the group baseline between them
 In          groups of Trajectories, their rewards, the policy, the reference (the SFT model)
 Out         one optimiser step, and the numbers worth plotting
-Left out    value network; the paper has no credit for single turns (`turns` of `learn` takes it)
+Left out    value network; a rule that credits single turns (the paper has none; see `learn`)
 Read next   rollout.py (where `acted` comes from), rewards.py (where R comes from)
 
-Shapes      G groups   K rollouts each   M = G * K   B rows   L slots of a row
-            N acted tokens of a batch   n those of one row   H hidden width   V vocabulary
+Shapes      G groups   K rollouts each   M = G * K   B rows   L slots of a row   P of its prompt
+            N acted tokens of a batch   n of one row or chunk   H hidden width   V vocabulary
 Symbols     R reward   A advantage   ratio = pi_new / pi_old   eps clip range   beta KL weight
 """
 
@@ -37,10 +37,10 @@ from rollout import Picture, Policy, Trajectory
 
 
 def advantage_mean(reward: Tensor, verdict: Tensor) -> Tensor:
-    """Group baseline: b(g) = 1/K sum R, A = R - b(g), one for a whole rollout. [G, K] -> [G, K]
+    """Group baseline b(g) = 1/K sum R; A = R - b(g), one for a whole rollout. [G, K] -> [G, K]
 
-    As printed it does not divide by the group's deviation (README, "Where the paper is silent").
-    verdict [G, K]: False where the judge gave none; such a rollout leaves the baseline, A = 0.
+    As in the paper, not divided by the group's deviation (README, "Where the paper is silent").
+    verdict [G, K]: False where the judge gave none; b(g) leaves such a rollout out, its A is 0.
 
     >>> advantage_mean(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.ones(1, 4, dtype=torch.bool))
     tensor([[ 0.7500, -0.2500, -0.2500, -0.2500]])
@@ -54,8 +54,8 @@ def advantage_mean(reward: Tensor, verdict: Tensor) -> Tensor:
 
 
 def advantage_std(reward: Tensor, verdict: Tensor) -> Tensor:
-    """GRPO's usual form: advantage_mean over the group's deviation (K - 1 in its denominator) plus
-    1e-4, as in TRL. Fig. 3's caption says "normalized within the group"; the text does not divide.
+    """GRPO's usual form: advantage_mean / (deviation + 1e-4), as in the TRL library; the deviation
+    divides by K - 1. Fig. 3's caption says "normalized within the group", the text does not divide.
 
     >>> advantage_std(torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.ones(1, 4, dtype=torch.bool))
     tensor([[ 0.8659, -0.8659, -0.8659,  0.8659]])
@@ -68,24 +68,24 @@ def advantage_std(reward: Tensor, verdict: Tensor) -> Tensor:
 ADVANTAGES = {"none": advantage_mean, "std": advantage_std}
 
 
-# The objective, token by token. Only acted tokens ever get here: there is no mask to forget.
+# The objective, token by token. Only acted tokens get here: there is no mask to forget.
 
 
 def clipped_surrogate(logp_new: Tensor, logp_anchor: Tensor, A: Tensor, eps: float) -> Tensor:
     """Eq. 4, first term: min(r A, clip(r, 1 - eps, 1 + eps) A), never above r A. [N] -> [N]"""
-    ratio = (logp_new - logp_anchor).exp()  # Eq. 3: over the sampler, or over pi_ref as printed
+    ratio = (logp_new - logp_anchor).exp()  # Eq. 3; anchor: pi_old, or pi_ref as printed
     return torch.minimum(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A)
 
 
 def kl_k3(logp_new: Tensor, logp_ref: Tensor) -> Tensor:
-    """Eqs. 1 and 4, KL(pi || pi_ref) by its k3 estimate: never negative, 0 at equality. [N]"""
+    """KL(pi || pi_ref) of Eqs. 1 and 4 by the k3 estimate: never negative, 0 at equality. [N]"""
     gap = logp_ref - logp_new
     return gap.exp() - gap - 1
 
 
 def weights_token(lengths: Tensor) -> Tensor:
-    """Eq. 4 averages over all tokens of the step, so that a long rollout weighs more. [M] -> [M]
-    the weight of each acted token of each rollout; over all of them the weights sum to 1."""
+    """[M] acted tokens of each rollout -> [M] what one of them weighs. Over all tokens: 1 in sum.
+    Eq. 4 averages over all tokens of the step, so that a long rollout weighs more."""
     return torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
 
 
@@ -106,21 +106,21 @@ class Row:
     """A prompt and some of its branches as one sequence of L slots.
 
     ids        prompt ...  branch 0 ...  branch 1 ...
-    segment      0 0 0        1 1 1         2 2 2      a slot sees slots before it in 0 and its own
+    segment      0 0 0        1 1 1         2 2 2      a slot sees 0 and its own, up to itself
     positions  every branch goes on where the prompt ended, as if it were alone
     """
 
     ids: Tensor  # [L]
     segment: Tensor  # [L]
-    positions: Tensor  # [3, L]
+    positions: Tensor  # [3, L] time, row and column of multimodal RoPE
     keep: Tensor  # [n] the slot that predicts each acted token: the one before it in its branch
     labels: Tensor  # [n] the acted tokens
-    owner: Tensor  # [n] which trajectory (an index of the caller's) chose each of them
+    owner: Tensor  # [n] who chose each of them: the caller's index of its trajectory
     pictures: list[Picture]
 
 
 def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
-    """branches: (index, trajectory) of one group; all share their prompt."""
+    """branches: (the caller's index, trajectory) of one group; all share their prompt."""
     first = branches[0][1]
     P = first.prompt
     ids, segment, pictures = first.ids[:P], [0] * P, first.images[: first.prompt_images]
@@ -141,12 +141,12 @@ def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
         segment += [b] * (len(t.ids) - P)
         pictures += t.images[t.prompt_images :]
     of_slots, of_acted = torch.tensor([ids, segment]), torch.tensor([keep, labels, owner]).long()
-    return Row(*of_slots, torch.cat(positions, -1), *of_acted, pictures)
+    return Row(*of_slots, torch.cat(positions, -1), *of_acted, pictures)  # [2, L], [3, L], [3, n]
 
 
 def packed(items: list, size: Callable[[list], int], budget: int) -> Iterator[list]:
-    """The items in their order, as many at a time as have a `size` within the budget together; one
-    that exceeds it goes alone."""
+    """The items in their order, as many at a time as have a `size` within the budget together. One
+    that is above it by itself goes alone."""
     part = []
     for item in items:
         if part and size([*part, item]) > budget:
@@ -159,7 +159,7 @@ def packed(items: list, size: Callable[[list], int], budget: int) -> Iterator[li
 
 def group_rows(policy: Policy, group: list[tuple[int, Trajectory]], row_tokens: int) -> list[Row]:
     """A group as one row, or as several if prompt and branches exceed `row_tokens` slots: the
-    mask costs L^2. Any split gives the same gradient. A branch is never cut."""
+    mask has L^2 cells. Any split gives the same gradient. A branch is never cut."""
 
     def slots(part: list[tuple[int, Trajectory]]) -> int:
         return part[0][1].prompt + sum(len(t.ids) - t.prompt for _, t in part)
@@ -169,7 +169,7 @@ def group_rows(policy: Policy, group: list[tuple[int, Trajectory]], row_tokens: 
 
 def micro_batches(rows: list[Row], row_tokens: int) -> Iterator[list[Row]]:
     """Rows of similar length side by side, at most `row_tokens` slots, padding included."""
-    by_length = sorted(rows, key=lambda row: len(row.ids))
+    by_length = sorted(rows, key=lambda row: len(row.ids))  # the last of a batch is its longest
     return packed(by_length, lambda batch: len(batch) * len(batch[-1].ids), row_tokens)
 
 
@@ -177,12 +177,10 @@ CHUNK = 1024  # acted tokens whose logits exist at the same time
 
 
 class Scorer(nn.Module):
-    """Rows -> log pi(token | history) of their acted tokens, as the sampler saw it.
-
-    "As the sampler saw it": control tokens are forbidden and logits are divided by the
-    temperature, here as there. Logits exist only for acted tokens and only CHUNK at a time: with
-    Qwen's vocabulary the full logits of 8,000 slots take 5 GB, and autograd keeps copies.
-    """
+    """Rows -> log pi(token | history) of their acted tokens, as the sampler had it: control tokens
+    are forbidden and logits are divided by the temperature, here as there. Logits exist only for
+    acted tokens and only CHUNK at a time: with Qwen's vocabulary those of 8,000 slots take 5 GB,
+    and autograd keeps copies. It is a module so that `shard` can wrap it."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -200,7 +198,7 @@ class Scorer(nn.Module):
         return self.chunked(hidden.flatten(0, 1)[keep], labels, temperature)
 
     def chunked(self, hidden: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-        """[N, H], [N] -> [N]"""
+        """[N, H], [N] -> [N]. The backward pass computes a chunk's logits again."""
         return torch.cat([
             checkpoint(self.logp, h, y, temperature, use_reentrant=False)
             for h, y in zip(hidden.split(CHUNK), labels.split(CHUNK))
@@ -214,14 +212,14 @@ def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tupl
     """
     B, L = len(rows), max(len(row.ids) for row in rows)
     ids = torch.full((B, L), policy.pad_id)
-    segment = torch.full((B, L), -1)  # padding: a segment of its own, which nobody looks at
+    segment = torch.full((B, L), -1)  # padding: a segment that no other looks at
     positions = torch.zeros(3, B, L, dtype=torch.long)
     for b, row in enumerate(rows):
         n = len(row.ids)
         ids[b, :n], segment[b, :n], positions[:, b, :n] = row.ids, row.segment, row.positions
-    before = torch.ones(L, L, dtype=torch.bool).tril()
-    own = segment[:, :, None] == segment[:, None, :]
-    sees = before & (own | (segment == 0)[:, None, :])  # [B, L, L] row i may look at column j
+    before = torch.ones(L, L, dtype=torch.bool).tril()  # [L, L]
+    own = segment[:, :, None] == segment[:, None, :]  # [B, L, L]
+    sees = before & (own | (segment == 0)[:, None, :])  # [B, L, L] slot i may look at slot j
     device = policy.device
     scorer = policy.scorer or Scorer(policy)
     logp = scorer(
@@ -267,9 +265,9 @@ def merged(shares: list[list]) -> list:
 
 
 def parts(items: list) -> list[list]:
-    """A micro-batch never mixes two parts. A share is one part; but one process alone takes the
-    shares of two as its parts, and so adds up the very numbers that two processes add up: floats
-    do not forgive another order, and hundreds of steps make a last bit visible."""
+    """What may share a micro-batch. A process among several has one part, its share. One process
+    alone has two, the shares that two processes would have: so it sums in the same order as they
+    do. Another order of floats changes the last bit, and hundreds of steps make that visible."""
     return [items[0::2], items[1::2]] if processes()[1] == 1 else [items]
 
 
@@ -287,7 +285,9 @@ def shard(policy: Policy) -> None:
     if kind != "cpu":
         # Inputs are not cast: that would round the vision tower's rotary angles, and the policy
         # would no longer be the actor to the last bit.
-        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, False)
+        how["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     policy.scorer = Scorer(policy)
     inner = policy.model.model
     for module in (*inner.visual.blocks, *inner.language_model.layers, policy.scorer):
@@ -298,12 +298,12 @@ def shard(policy: Policy) -> None:
 
 def actor_of(policy: Policy) -> Policy:
     """Who plays: a whole copy of the policy on every process, in the precision it computes in, so
-    that generate needs no other process. Before `shard`. On one CPU the policy plays itself."""
+    that generate needs no other process. Before `shard`. On one CPU the policy itself plays."""
     kind, n = policy.device.type, processes()[1]
     if n == 1 and kind == "cpu":
         return policy
     dtype = torch.float32 if kind == "cpu" else torch.bfloat16
-    # (deepcopy takes what it finds in its memo: no second copy in fp32, and buffers stay fp32.)
+    # deepcopy takes what its memo holds already: no second copy in fp32, and buffers stay fp32.
     memo = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
             for p in policy.model.parameters()}  # fmt: skip
     actor = copy.copy(policy)
@@ -330,12 +330,12 @@ def level(policy: Policy, batches: list[list[Row]]) -> list[list[Row]]:
     row: a picture, and nothing to learn."""
     if policy.scorer is None:
         return batches
-    paper = policy.pictures([Image.new("RGB", (56, 56))])
+    picture = policy.pictures([Image.new("RGB", (56, 56))])
     blank = Trajectory(sample=None)
-    blank.observe(policy.encode("<|vision_start|><|image_pad|><|vision_end|>", paper))
+    blank.observe(policy.encode("<|vision_start|><|image_pad|><|vision_end|>", picture))
     row = group_row(policy, [(0, blank)])
-    seeing = [b if any(r.pictures for r in b) else [*b, row] for b in batches]
-    return seeing + [[row]] * (max(gathered(len(batches))) - len(batches))
+    with_picture = [b if any(r.pictures for r in b) else [*b, row] for b in batches]
+    return with_picture + [[row]] * (max(gathered(len(batches))) - len(batches))
 
 
 # Learn
@@ -346,20 +346,20 @@ class Objective:
     """The constants of Eq. 4 and the forks that the paper leaves open (README)."""
 
     eps: float = 0.2  # clip range
-    beta: float = 1e-3  # KL weight; at 0 no reference is needed
-    temperature: float = 1.0  # of the rollouts: the ratio compares what was sampled
+    beta: float = 1e-3  # KL weight; without a reference the term is 0
+    temperature: float = 1.0  # of the rollouts: what was sampled is what is scored
     ratio_anchor: str = "old"  # "old": the sampler; "ref": the SFT model, as printed
     loss_agg: str = "token"  # a key of LOSS_AVERAGES
     # Mini-o3's over-turn masking, a deviation: rollouts that ran out of turns or length stay in the
     # baseline of their group, but none of their tokens is learnt from.
     mask_truncated: bool = False
-    updates: int = 1  # steps per rollout batch; above 1 pi_old is scored before the first
+    updates: int = 1  # steps per rollout batch; if several, pi_old is scored before the first
     row_tokens: int = 8192  # slots of one row and of one micro-batch
     max_grad_norm: float = 1.0
 
 
 def token_advantage(trajectory: Trajectory, A: float, turns: Sequence[float] | None) -> Tensor:
-    """[n] of the acted tokens: the rollout's A, plus what its turn has on its own (if any do)."""
+    """A of each acted token, [n]: the rollout's, plus the credit of its turn if `turns` has any."""
     values = torch.full((len(trajectory.ids),), A)
     if turns is not None:
         for step, extra in zip(trajectory.steps, turns, strict=True):
@@ -373,7 +373,7 @@ def learn(
     turns: list[list[Sequence[float] | None]] | None = None,
 ) -> dict[str, float | None]:  # fmt: skip
     """Step on the objective of Eq. 4. advantage [G, K]: one for each rollout of each group.
-    turns: Reward.turns of each rollout; None, and always so in the paper: turns have no own credit.
+    turns: Reward.turns of each rollout, or None as in the paper: no credit for single turns.
 
     The step's loss is one weighted sum over all its acted tokens, so rows and micro-batches can
     be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
@@ -383,19 +383,19 @@ def learn(
     loss is a sum and gradients are added up, so no term needs to know how many processes there are.
 
     The report is of the last update. kl, entropy and clip_fraction are means over the tokens that
-    were scored; kl is None without a reference. A step whose loss or gradient is not finite is
-    skipped and reported.
+    were scored, weighted as in the loss; kl is None without a reference. A step whose loss or
+    gradient is not finite is skipped and reported, and no further update follows.
     """
     if objective.ratio_anchor == "ref" and reference is None:
-        raise ValueError("--ratio-anchor ref compares with the reference policy: one is needed")
-    trajectories, advantage = [t for group in groups for t in group], advantage.flatten()  # [M]
+        raise ValueError("--ratio-anchor ref divides by pi_ref: expected a reference, got None")
+    trajectories = [t for group in groups for t in group]  # M of them
     masked = ("turns", "length") if objective.mask_truncated else ()
     lengths = torch.tensor([0 if t.ended in masked else sum(t.acted) for t in trajectories]).float()
-    everyone = gathered(lengths)  # an average is over the rollouts of all processes
+    everyone = gathered(lengths)  # [M] of each process: the average is over the rollouts of all
     weight = LOSS_AVERAGES[objective.loss_agg](torch.cat(everyone))
     weight = weight.split(list(map(len, everyone)))[processes()[0]]  # [M]
     credits = [own for group in turns for own in group] if turns else [None] * len(lengths)
-    A_of = list(map(token_advantage, trajectories, advantage.tolist(), credits))
+    A_of = list(map(token_advantage, trajectories, advantage.flatten().tolist(), credits))
 
     def teaches(i: int) -> bool:  # without a KL term a rollout with A = 0 has no gradient
         return lengths[i] > 0 and (objective.beta > 0 or A_of[i].any())
@@ -421,7 +421,7 @@ def learn(
             logp_old = old[b] if old else logp_new.detach()
             logp_ref = ref[b] if ref else logp_new.detach()
             anchor = logp_ref if objective.ratio_anchor == "ref" else logp_old
-            own = [A_of[i] for i in owner.unique_consecutive().tolist()]
+            own = [A_of[i] for i in owner.unique_consecutive().tolist()]  # tokens lie by owner
             A = torch.cat([torch.zeros(0), *own]).to(policy.device)  # [N]
             w = weight[owner]  # [N]
             surrogate = clipped_surrogate(logp_new, anchor, A, objective.eps)
@@ -431,7 +431,7 @@ def learn(
             if not loss.isfinite():
                 broken |= {trajectories[i].sample.id for i in owner.tolist()}
             with torch.no_grad():
-                clipped = surrogate < (logp_new - anchor).exp() * A
+                clipped = surrogate < (logp_new - anchor).exp() * A  # [N] the clip changed it
                 sums["scored"] += w.sum().item()
                 sums["loss"] += loss.item()
                 sums["kl"] += (w * kl).sum().item()
@@ -440,11 +440,11 @@ def learn(
         broken = set().union(*gathered(broken))
         norm = None if broken else apply_gradient(policy.model, optimizer, objective.max_grad_norm)
         if norm is None:
-            what = sorted(broken) or "the whole gradient"
-            logging.getLogger(__name__).error("step skipped, not finite: %s", what)
+            what = f"the loss of a batch with {sorted(broken)}" if broken else "the gradient's norm"
+            logging.getLogger(__name__).error("step skipped: %s is not finite", what)
             break
     report = {name: sum(gathered(value)) for name, value in sums.items()}
-    scored = report.pop("scored")  # the weight of all tokens that were
+    scored = report.pop("scored")  # the weight of all tokens that were scored
     for name in ("kl", "entropy", "clip_fraction"):
         report[name] = report[name] / scored if scored else None
     if reference is None:
@@ -454,16 +454,16 @@ def learn(
 
 @torch.no_grad()
 def scores(policy: Policy, batches: list[list[Row]], objective: Objective) -> list[Tensor]:
-    return [log_probs(policy, batch, objective.temperature)[0] for batch in batches]
+    return [log_probs(policy, batch, objective.temperature)[0] for batch in batches]  # [N] each
 
 
 def apply_gradient(
     model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
 ) -> float | None:
-    """Clip and apply the gradient; its norm. One that is not finite never reaches the weights: the
-    norm is then None."""
+    """Clip the gradient and apply it. Returns its norm before clipping; None if that is not finite,
+    and then the weights stay as they were."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    # (Of whole gradients, so that it is the same number on any number of processes.)
+    # Of whole gradients: the same number on any number of processes.
     norms = [torch.linalg.vector_norm(whole(g)) for g in gradients] or [torch.zeros(())]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if not norm.isfinite():

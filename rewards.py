@@ -4,10 +4,10 @@ rewards.py: what a trajectory earns, in named parts.
 Concept     A right answer pays. Having looked in the right place pays a little more, and there
             only what a tool *showed* counts: the judge is handed the question and the output of
             one step, never a thought or code, so a fluent story about the wrong crop earns 0.
-Paper       CodeV, arXiv:2511.19661, Eqs. 5 and 6; Fig. 9 shows that a format reward exists. It
-            gives no numbers but |lambda_tool| < |lambda_acc|: all values below are ours.
+Paper       CodeV, arXiv:2511.19661, Eqs. 5 and 6; Fig. 9 shows that a format reward exists. The
+            paper's only number is |lambda_tool| < |lambda_acc|: all values below are ours.
 In          groups of Trajectories (K rollouts of one question), a judge, weights
-Out         one Reward a trajectory, its parts kept apart; what it has for single turns
+Out         one Reward a trajectory, its parts kept apart, with credit for single turns if any
 Left out    training a judge; rewards that probe the policy itself (TACO, CounterCredit)
 Parts       answers, format, judges, TAPO, scoring: here CodeV ends. Then what other papers pay
             for, a served model as judge, how far a judge can be trusted, the hacking zoo
@@ -76,11 +76,12 @@ from sandbox import Observation, Sandbox
 
 MAX_ANSWER = 1000  # characters: long answers are how graders get talked round
 
+# Each expression reads one kind of thing in the table; CUE is all the text up to "answer is".
 CUE = re.compile(r".*\b(?:answer|option|choice)\b[\s*]*(?:is\b|:)[\s*:]*", re.I | re.S)
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 WRAPPED = re.compile(r"\$+([^$]+)\$+|\\\((.+)\\\)|\\\[(.+)\\\]|\\(?:text|mathrm)\{([^{}]*)\}")
-LONE = re.compile(r"\(?[A-Z]\)?")  # a reference that is an option, though none are listed
-LETTER = re.compile(r"(?:option )?\(?([a-z])(?:$|[.):,]+ ?(.*))", re.I)
+LONE = re.compile(r"\(?[A-Z]\)?")  # a reference that is a letter, though no options are listed
+LETTER = re.compile(r"(?:option )?\(?([a-z])(?:$|[.):,]+ ?(.*))", re.I)  # "B", "(B)", "B. red"
 ANOTHER = re.compile(r"\W*[A-Za-z]\W*$|.*(?:\([A-Za-z]\)|(?:\b(?:or|and)|[,/&]) ?[A-Z]\b)")
 NUMBER = re.compile(
     r"([-+]?) ?([$€£]?) ?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(e[-+]?\d\d?)?"
@@ -116,8 +117,8 @@ def is_correct(answer: str | None, sample: Sample) -> bool:
 
 
 def grade(answer: str | None, sample: Sample, judge: Judge) -> float | None:
-    """r_acc: 1 right, 0 wrong. What the rules call wrong goes to the judge if it can tell open
-    answers (it has a `same_answer`) and this is one; None if it has no verdict."""
+    """r_acc: 1 right, 0 wrong. An open answer that the rules call wrong goes to the judge, if that
+    has a `same_answer`; None if it then has no verdict."""
     if is_correct(answer, sample):
         return 1.0
     ask = getattr(judge, "same_answer", None)
@@ -128,8 +129,8 @@ def grade(answer: str | None, sample: Sample, judge: Judge) -> float | None:
 
 
 def is_open(answer: str | None, sample: Sample) -> bool:
-    """Is it for a judge to say whether this is right? Not where the reference is an option, a
-    number or a formula; nor where the reply says nothing: judges pass ":" and openers (*)."""
+    """May a judge say whether this is right? Not where the reference is an option, a number or a
+    formula; nor where the reply says nothing: judges are known to pass ":" and "Solution:"."""
     reference = unwrap(sample.answer)
     ruled = LONE.fullmatch(reference) or read_number(reference) or is_formula(reference)
     if sample.options or not reference or ruled or answer is None or len(answer) > MAX_ANSWER:
@@ -159,7 +160,7 @@ def read_choice(reply: str, options: tuple[str, ...] = ()) -> str | None:
 
 
 def same_answer(reference: str, reply: str) -> bool:
-    """Text, numbers, formulas, in this order."""
+    """As two numbers if both are, else as texts, else as formulas."""
     reference, reply = unwrap(reference), final_answer(reply)
     a, b = read_number(reference), read_number(reply)
     if a and b:
@@ -220,8 +221,8 @@ def unwrap(text: str) -> str:
 
 
 class MathGrader:
-    """math-verify in a process of its own. Inside ours its time limit is SIGALRM, which raises
-    outside the main thread, and without a limit "9^{9^9}" hangs the run. That process ends by
+    """math-verify in a process of its own. In ours its time limit would be SIGALRM, which only the
+    main thread may set, and without a limit "9^{9^9}" hangs the run. The other process ends by
     itself after `seconds` of computing: waiting for a core of a busy machine does not count."""
 
     def __init__(self, seconds: float = 5.0) -> None:
@@ -277,7 +278,7 @@ atexit.register(GRADER.close)
 
 
 def format_error(trajectory: Trajectory) -> bool:
-    """Fig. 9's format reward, by our rule: whole blocks, and one <answer> of bearable length, in
+    """Fig. 9's format reward, by our rule: whole blocks, and one <answer> of at most MAX_ANSWER, in
     the last turn. A thought may span turns: public traces write code inside one long thought."""
     tags = []
     for step in trajectory.steps:  # as letters: T opens a thought, t closes it; C c; A a
@@ -302,20 +303,20 @@ class JudgeRequest:
     targets: tuple[Box, ...]  # labels, for BoxJudge alone: Eq. 6 has no such input
     images: tuple[Image.Image, ...]  # what the step showed, in order
     boxes: tuple[Box | None, ...]  # the region that each shows; None: no pure crop
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # how each came about: as in sandbox.Observation
     text: str  # what the code printed
-    original: Image.Image  # for its size, to cut the crops out once more, and for one prompt
+    original: Image.Image  # for its size, to cut the crops again, and for "evaluation_original"
     options: tuple[str, ...]  # for that prompt alone: options make judges laxer
 
 
-# In [0, 1]; None: no verdict. One that can also grade open answers has `same_answer(question,
-# reference, reply) -> bool | None`, and one that may be asked from several threads `concurrency`.
-Judge = Callable[[JudgeRequest], "float | None"]
+# A score in [0, 1]; None: no verdict. A judge of open answers also has `same_answer(question,
+# reference, reply) -> bool | None`, one that several threads may ask `concurrency`: how many.
+Judge = Callable[[JudgeRequest], float | None]
 
 
 @dataclass(frozen=True)
 class TwoJudges:
-    """One for what tools showed, another's `same_answer` for open answers."""
+    """One for what tools showed, and the `same_answer` of another for open answers."""
 
     steps: Judge
     same_answer: Callable[[str, str, str], bool | None]
@@ -339,12 +340,12 @@ class BoxJudge:
     In view: recall = |crop ∩ target| / |target|. Main content: focus = |target| / |crop|. The best
     pair of a crop and a target counts: one target of several is enough (the paper's rubric). What
     is no pure crop scores 0, a drawing for example, and so does (nearly) the whole image.
-    The defaults are the toy's: its focus tells one or two cells (1), up to four (0.5), more (0).
+    The defaults fit the toy: a crop of one or two cells scores 1, of up to four 0.5, of more 0.
     """
 
     visible: float = 0.9  # least recall
     focus: tuple[float, float] = (0.19, 0.095)  # least focus for a score of 1, of 0.5
-    max_area: float = 0.9  # of the image
+    max_area: float = 0.9  # largest crop, as a share of the image
 
     def __call__(self, request: JudgeRequest) -> float | None:
         if not request.targets:
@@ -391,8 +392,8 @@ def step_score(
 
     a failure of ours            None; the step drops out of the mean
     a red line                     -1, whatever else the step showed: the good crop shown again is
-                                   a no-op, and repetition must not pay. But a no-op before
-                                   anything was shown (the whole image) is only useless: 0
+                                   a no-op, and repetition must not pay
+    the whole image, shown first    0: a no-op before anything was shown is only useless
     nothing but text                0; so is any picture on a question that needs no search
     a picture, in a search         the judge's score, from 0 useless to 1 useful; None if it has
                                    no verdict, and then the whole trajectory has no reward
@@ -401,7 +402,7 @@ def step_score(
         return None
     if set(seen.red_lines) - (set() if shown_before else {"no_op"}):
         return -1.0
-    if sample.kind == "neutral" or not seen.images:
+    if sample.kind == "neutral" or not seen.images or "no_op" in seen.red_lines:
         return 0.0
     score = judge(judge_request(sample, seen))
     if score is not None and not 0 <= score <= 1:
@@ -412,8 +413,8 @@ def step_score(
 def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float | None:
     """Eq. 6: r_tool = mean of r_t over the tool steps; 0 if there are none; None: no verdict.
 
-    A mean: one good crop shown five times never earns more than once. Its price: useless steps
-    water down a red line, from -1 towards 0, though never above.
+    A mean, so that one good crop shown five times never earns more than once. Its price: useless
+    steps water down a red line, from -1 towards 0, though never above.
     """
     pairs = zip(trajectory.tool_steps, scores, strict=True)
     own = [score for step, score in pairs if not step.observation.environment]
@@ -422,7 +423,7 @@ def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float
 
 @dataclass(frozen=True)
 class Weights:
-    """Eq. 5: its lambdas. With format 0 the equation is as printed. Two switches, off in the paper:
+    """The lambdas of Eq. 5; with format 0 it is as printed. Two switches, both off in the paper:
 
     gate_tool_on_correct  r_tool is paid only where the answer is right (the paper does not gate)
     step_credit           ours: a step's score, less the mean over the group's steps, times this,
@@ -438,7 +439,7 @@ class Weights:
     def __post_init__(self) -> None:
         got = f"got tools {self.tools}, answer {self.answer}"
         if not abs(self.tools) < abs(self.answer):
-            raise ValueError(f"the weight of tools must be below the answer's (Eq. 5), {got}")
+            raise ValueError(f"expected a weight of tools below the answer's (Eq. 5), {got}")
         if abs(self.tools) >= abs(self.answer) / 2:
             warnings.warn(
                 f"a wrong answer with good crops can earn as much as a right, well-formed one with "
@@ -450,10 +451,10 @@ class Weights:
 @dataclass(frozen=True)
 class Reward:
     answer: float | None  # 1 right, 0 wrong; None: the judge of open answers gave no verdict
-    tools: float | None  # the reward's own term for tools, unweighted; None: no verdict
+    tools: float | None  # what this reward pays for tools, unweighted; None: no verdict
     format: float  # 0 well-formed, -1 not
-    steps: tuple[float | None, ...] = ()  # one a tool step; () if the reward does not look at them
-    total: float | None = None  # None: no verdict; leaves the baseline and gets A = 0
+    steps: tuple[float | None, ...] = ()  # a score a tool step; () if the reward looks at none
+    total: float | None = None  # None: no verdict; left out of the baseline, A = 0
     turns: tuple[float, ...] | None = None  # one a turn: added to the advantage of its tokens
 
     @property
@@ -461,7 +462,7 @@ class Reward:
         return self.answer == 1.0
 
     def paid(self, total: float, tools: float | None = 0.0, **more) -> Reward:
-        """With its total, unless an answer or a step has no verdict."""
+        """This reward with its total, which is None if the answer or a step has no verdict."""
         known = self.answer is not None and tools is not None
         return replace(self, tools=tools, total=float(total) if known else None, **more)
 
@@ -472,7 +473,7 @@ def outcome(trajectory: Trajectory, judge: Judge) -> Reward:
     answer = 0.0
     if trajectory.ended == "answered":
         answer = grade(trajectory.answer, trajectory.sample, judge)
-    return Reward(answer, 0.0, -1.0 if format_error(trajectory) else 0.0)
+    return Reward(answer, tools=0.0, format=-1.0 if format_error(trajectory) else 0.0)
 
 
 def weighted(r: Reward, weights: Weights, tools: float | None = 0.0, **more) -> Reward:
@@ -504,8 +505,8 @@ def accuracy(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[
 def tool_bonus(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
     """The naive bonus: lambda_tool for each call that ran, whatever it showed. A sum, no mean."""
     ran = [tuple(float(ran_well(step.observation)) for step in t.tool_steps) for t in group]
-    pairs = zip(group, ran)
-    return [weighted(outcome(t, judge), weights, sum(steps), steps=steps) for t, steps in pairs]
+    both = zip(group, ran)
+    return [weighted(outcome(t, judge), weights, sum(steps), steps=steps) for t, steps in both]
 
 
 def coin(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
@@ -527,17 +528,16 @@ def score(
     answer_judge: Judge | None = None,
 ) -> list[list[Reward]]:  # fmt: skip
     """Rewards of all groups, by their name in REWARDS. A judge with a `concurrency` is asked about
-    that many groups at a time; `answer_judge` grades open answers if `judge` cannot, like BoxJudge.
-    """
+    that many groups at a time. `answer_judge`, if given, grades open answers instead of `judge`."""
     if name not in REWARDS:
         raise ValueError(f"expected a reward out of {', '.join(REWARDS)}; got {name!r}")
     if weights.step_credit and name != "tapo":
-        raise ValueError(f"step_credit spreads the step scores of tapo; {name} has none")
+        raise ValueError(f"step_credit needs the step scores of tapo; {name} has none")
     reward = REWARDS[name]
     if answer_judge is not None:
         in_flight = getattr(answer_judge, "concurrency", 1)
         judge = TwoJudges(judge, answer_judge.same_answer, in_flight)
-    coins = [Random(rng.getrandbits(64)) for _ in groups]  # whichever thread is first
+    coins = [Random(rng.getrandbits(64)) for _ in groups]  # drawn here: threads have no order
     with ThreadPoolExecutor(getattr(judge, "concurrency", 1)) as pool:
         rewards = list(pool.map(lambda g, coin: reward(g, judge, weights, coin), groups, coins))
     return turn_credit(rewards) if name.startswith("codedance") else rewards
@@ -583,9 +583,9 @@ def credit_steps(group: Group, rewards: list[Reward], alpha: float) -> list[Rewa
 
 
 # What other papers pay for: formulas and constants as their released code has them, where no other
-# source is named. `weights` is not used; what else differs (KL, deviation of a group, K, masking)
+# source is named. `weights` is not used. What else differs (KL, deviation of a group, K, masking)
 # is a flag of train.py. r_acc is 1 or 0 and r_fmt 0 or -1, both by the rules above, failures of our
-# own sandbox are no calls, and "math" is a question that needs no search: these are ours.
+# own sandbox are no calls, and "math" is a question that needs no search: these rules are ours.
 
 
 def programs(trajectory: Trajectory) -> list[Observation]:
@@ -614,7 +614,7 @@ def thyme(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Rew
     rewards = []
     for t in group:
         r, answered = outcome(t, judge), t.ended == "answered"
-        result = r.right - (answered and not r.right)
+        result = r.right - (answered and not r.right)  # 1, -1 or 0
         consistent = r.right and not contradicts(t)
         rewards.append(r.paid(result + 0.5 * consistent + 0.5 * (1 + r.format)))
     return rewards
@@ -638,7 +638,7 @@ def pixel_reasoner(group: Group, judge: Judge, weights: Weights, rng: Random) ->
     """Pixel-Reasoner, arXiv:2505.15966:
     R = r_acc + 1[n > 0] (0.25 max(0.3 - RaPR, 0) / (2 RaPR) - 0.05 (n - 1)).
 
-    RaPR is the share of the group that calls a tool: curiosity pays while calls are rare, for
+    RaPR, their word, is the share of the group that calls a tool: while it is low, calls pay, for
     wrong answers too. n counts calls; r_acc is 0 if the last one failed and was not mended."""
     rewards, calling = [], sum(bool(programs(t)) for t in group) / len(group)
     for t in group:
@@ -660,9 +660,9 @@ def codedance(
     printed     R = S + (1 if right, else 0.5) d N_ok / N, where
                 d = sigmoid(gamma (0.5 - mean of r_acc over the group)) - delta (by notes of others)
 
-    gamma 4, delta 0.2. `turns` holds G of turn_returns; `score` makes of it what is added to the
-    advantage. Left out: other factors for math; a clip of d that their code computes too late."""
-    most, slope = (1.0, 4.0) if printed else (1.5, 8.0)
+    N_ok of N calls ran; gamma 4, delta 0.2. `turns` holds G of turn_returns, see turn_credit. Left
+    out: other factors for math; a clip of d that their code computes too late."""
+    most, slope = (1.0, 4.0) if printed else (1.5, 8.0)  # slope: gamma or 2 gamma
     parts = [outcome(t, judge) for t in group]
     base = [r.right + 0.2 * r.format for r in parts]
     mean = fmean([float(r.right) for r in parts] if printed else base)
@@ -806,7 +806,7 @@ and answer the question by yourself; then compare with the label.
 
 Reply with one JSON object, nothing else: {"reason": "<one sentence>", "label": "<verdict>"}"""
 
-# Name: system prompt, field of the verdict, and its values by how JSON writes them.
+# Name: system prompt, the reply's field, and what its values mean, by how JSON writes them.
 PROMPTS: dict[str, tuple[str, str, dict]] = {
     "training": (EVIDENCE.format(rule=TRAINING), "score",
                  {"0": 0.0, "0.0": 0.0, "0.5": 0.5, "1": 1.0, "1.0": 1.0}),
@@ -816,7 +816,7 @@ PROMPTS: dict[str, tuple[str, str, dict]] = {
     "check_label": (LABEL, "label", {f'"{word}"': word for word in ("keep", "drop", "unsure")}),
 }  # fmt: skip
 PROMPTS["evaluation_original"] = PROMPTS["evaluation"]  # and the message shows more
-LONGEST = 2048  # pixels of a side: what a judge is sent is shrunk to that
+LONGEST = 2048  # pixels: no side of a picture that a judge is sent is longer
 
 
 class ChatJudge:
@@ -829,7 +829,7 @@ class ChatJudge:
     cache       a folder that keeps verdicts, but no failures, by the hash of all that was asked
     concurrency requests in flight, however many threads ask
     attempts    tries for one verdict, of at most `seconds` each and `patience` together; the first
-                pause between two is `wait`, and each is twice the one before
+                pause between two takes `wait` seconds, each later one twice the one before
 
     A server that is down, slow or talks nonsense gives None, no verdict; never a 0. One that
     from the start refuses our key, or does not know the address or the model, is an error.
@@ -938,7 +938,7 @@ class ChatJudge:
                 self.last_problem = f"{type(error).__name__}: {error}"[:200]
             if status in (401, 403, 404) and not self.heard:
                 raise RuntimeError(
-                    f"the judge at {self.url} answers with {self.last_problem}: check --judge-url, "
+                    f"the judge at {self.url} answers with {self.last_problem}: check its address, "
                     f"--judge-model {self.model} and the key in JUDGE_API_KEY"
                 )
             hopeless = 400 <= status < 500 and status not in (408, 409, 425, 429)
@@ -949,20 +949,20 @@ class ChatJudge:
             wait *= 2
 
     def _post(self, data: bytes, end: float) -> tuple[int, str, bytes]:
-        """Status, Retry-After and body of one try. Its limit holds for a body that drips, too."""
+        """Status, Retry-After and body of one try. Its limit holds for a slow body, too."""
         end, body = min(end, time.monotonic() + self.seconds), b""
         limit = httpx2.Timeout(max(end - time.monotonic(), 0.01), pool=None)
         with self.client.stream("POST", self.url, content=data, timeout=limit) as response:
             for part in response.iter_bytes():
                 body += part
                 if len(body) > 1 << 20 or time.monotonic() > end:
-                    raise ValueError(f"a reply of {len(body)} bytes and no end of it in time")
+                    raise ValueError(f"a reply too long or slow: {len(body)} bytes, no end yet")
             return response.status_code, response.headers.get("Retry-After", ""), body
 
 
 def read_verdict(reply: bytes, field: str, values: dict) -> tuple[object, str]:
     """The body of a chat completion -> (verdict, reason). The message is one JSON object with just
-    these two fields, perhaps in a code fence, or this is a ValueError: nothing is guessed."""
+    these two fields, perhaps in a code fence; else it is a ValueError: nothing is guessed."""
     try:
         said = json.loads(reply)["choices"][0]["message"]["content"].strip()
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -1002,9 +1002,9 @@ def picture_part(image: Image.Image) -> dict:
 
 
 class VerdictWatch:
-    """Stops a run whose judge falls silent, before it learns from the few that were heard. Called
-    with the rewards of each step: in the last `steps` of them at most the share `most` of the
-    trajectories may be without a verdict."""
+    """Stops a run whose judge falls silent, before it learns from few verdicts. Called with the
+    rewards of each step: in the last `steps` steps at most the share `most` of the trajectories may
+    be without a verdict."""
 
     def __init__(self, most: float = 0.2, steps: int = 3) -> None:
         self.most, self.seen = most, deque(maxlen=steps)
@@ -1012,13 +1012,13 @@ class VerdictWatch:
     def __call__(self, rewards: list[list[Reward]], judge: Judge | None = None) -> None:
         flat = [reward for group in rewards for reward in group]
         self.seen.append((sum(r.total is None for r in flat), len(flat)))
-        silent, all_of_them = map(sum, zip(*self.seen))
-        if silent > self.most * all_of_them:
+        silent, asked = map(sum, zip(*self.seen))
+        if silent > self.most * asked:
             told = getattr(judge, "last_problem", "") or "it says nothing more"
             raise RuntimeError(
-                f"stopped: {silent} of the last {all_of_them} trajectories have no verdict, and "
-                f"more than {self.most:.0%} is too few to learn from. Look after the judge (its "
-                f"last problem: {told}), then resume; verdicts in its cache are not asked again."
+                f"stopped: {silent} of the last {asked} trajectories have no verdict, expected at "
+                f"most {self.most:.0%}. Look after the judge (its last problem: {told}), then "
+                f"resume; verdicts in its cache are not asked again."
             )
 
 
@@ -1042,14 +1042,14 @@ def crop(sample: Sample, box: Box, **more) -> Observation:
 
 
 def degenerate_looks(sample: Sample, elsewhere: Box | None, rng: Random) -> dict:
-    """Name: what a policy shows that always looks in this way. elsewhere: another's target."""
+    """Name -> what a policy shows that always looks so. elsewhere: a target of another question."""
     image, (W, H), target = sample.image, sample.image.size, rng.choice(sample.boxes)
 
     def placed(x: float, y: float, w: int, h: int) -> Box:
         x0, y0 = (round(min(max(v, 0), most)) for v, most in ((x, W - w), (y, H - h)))
         return x0, y0, x0 + w, y0 + h
 
-    def around(box: Box, margin: float) -> Box:
+    def around(box: Box, margin: float) -> Box:  # at least 28 pixels: one visual token of Qwen's
         x0, y0, x1, y1 = box
         w = min(W, max(28, round((x1 - x0) * (1 + 2 * margin))))
         h = min(H, max(28, round((y1 - y0) * (1 + 2 * margin))))
@@ -1086,7 +1086,7 @@ def degenerate_looks(sample: Sample, elsewhere: Box | None, rng: Random) -> dict
 
 
 def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5) -> str:
-    """The degenerate-policy table, and the judge against boxes on the crops of real trajectories.
+    """Two tables: the judge on the looks above, and against boxes on crops of real trajectories.
 
     In view: a crop of at most 90 % of the image holds `visible` of a target. The judge cannot be
     used if it scores the whole image, or words written on it, above 0.1, or random crops more than
@@ -1138,10 +1138,10 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5
 
 
 def by_area(verdicts: list[tuple[JudgeRequest, bool, bool]]) -> str:
-    """Judge and boxes, yes or no: confusion and kappa, by tenths of the steps in order of area."""
+    """Judge and boxes, yes or no: counts and kappa, for tenths of the steps by crop area."""
     steps = [(max(map(area, filter(None, request.boxes))) / area((0, 0, *request.original.size)),
               said) for request, *said in verdicts]  # fmt: skip
-    steps.sort(key=lambda step: step[0])  # equal areas stay mixed
+    steps.sort(key=lambda step: step[0])  # not by verdict where areas are equal
     parts, rows = min(10, len(steps)), []
     cuts = [steps[len(steps) * i // parts : len(steps) * (i + 1) // parts] for i in range(parts)]
     for part in [*cuts, steps]:
@@ -1154,7 +1154,7 @@ def by_area(verdicts: list[tuple[JudgeRequest, bool, bool]]) -> str:
 
 
 def kappa(both: int, first: int, second: int, neither: int) -> float:
-    """Cohen's: agreement beyond chance; nan where chance alone agrees always, or n is 0."""
+    """Cohen's kappa, agreement beyond chance: nan where chance alone always agrees, or n is 0."""
     n = both + first + second + neither
     chance = (both + first) * (both + second) + (neither + first) * (neither + second)
     return (n * (both + neither) - chance) / (n * n - chance) if n * n > chance else math.nan
@@ -1215,7 +1215,7 @@ def zoo() -> dict[str, Trajectory]:
 
 
 def act_out(sample: Sample, turns: list[str]) -> Trajectory:
-    """What a policy does that says these turns, without tokens."""
+    """The trajectory of a policy that says these turns, without tokens."""
     t = Trajectory(sample, ended="turns")
     with Sandbox(sample.image) as sandbox:
         for text in turns:
@@ -1228,8 +1228,8 @@ def act_out(sample: Sample, turns: list[str]) -> Trajectory:
 
 
 def zoo_table(played: dict[str, Trajectory]) -> str:
-    """Each beside seven rollouts that answer at once, four of them right: what every design pays.
-    "!" marks more than an honest rollout earns that showed as much: one right crop, or none."""
+    """What every reward pays each trajectory, in a group with seven that answer at once, four of
+    them right. "!": more than an honest rollout earns, with one right crop if this showed one."""
     guess = played["a guess"]
     others = [guess] * 4 + [replace(guess, answer="no idea")] * 3
     names = [name for name in REWARDS if name != "random"]

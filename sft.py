@@ -6,7 +6,7 @@ Concept     Stage 1 is stage 2 with A = 1 and beta = 0 on demonstrations: the lo
             masking. The same loop also makes `tiny/`, a stand-in for "a pretrained VLM" that fits
             in a commit: a Qwen2.5-VL of a few layers that can see the toy world of data.py.
 Paper       CodeV, arXiv:2511.19661, stage 1 (cold start), which follows Thyme's: its data
-            (load_thyme), 3 epochs, vision tower frozen, last rounds only
+            (load_thyme), 3 epochs, vision tower frozen, only the last turns learnt
 In          Trajectories in which a demonstrator acted
 Out         a policy that speaks the format and mirrors the mixture of its demonstrations
 Left out    Thyme's second, annealing stage; whether the paper ran it is not said
@@ -81,8 +81,8 @@ def rows_of(policy: Policy, trajectories: Sequence[Trajectory]) -> Sequence[Row]
 
 
 def mean_logp(policy: Policy, batches: list[list[Row]], learn: bool) -> float:
-    """Mean log pi over all acted tokens of some micro-batches, those of other processes included;
-    with `learn`, also the gradient of minus it."""
+    """Mean log pi over the acted tokens of some micro-batches, those of other processes included.
+    With `learn` the gradients of minus that mean are added to the weights' .grad."""
     tokens = sum(gathered(sum(len(row.labels) for batch in batches for row in batch)))
     total = 0.0
     for batch in level(policy, batches):
@@ -99,8 +99,8 @@ def imitate(
     steps: range, rate: Callable[[int], float],
     after: Callable[[int, float, float | None], bool | None], title: str = "sft",
 ) -> None:  # fmt: skip
-    """Steps of -mean log pi. batches_of(i) are the micro-batches of step i, rate(i) is its learning
-    rate. after(i, loss, grad_norm) runs when it is done and ends the loop by returning True."""
+    """Gradient steps on -mean log pi. Step i takes the micro-batches batches_of(i) and the learning
+    rate rate(i), then calls after(i, loss, grad_norm); if that returns True, the loop ends."""
     policy.model.train()
     bar = tqdm(steps, title, initial=steps.start, total=steps.stop, mininterval=5)
     for i in bar:
@@ -115,8 +115,8 @@ def imitate(
 
 
 def shuffled(n: int, batch: int, seed: int | str) -> Callable[[int], list[int]]:
-    """The indices of batch i, epoch after epoch in a new order. A pure function of i, so that a
-    resumed run meets the same batches."""
+    """i -> the indices of batch i; every epoch has an order of its own. Batches depend on nothing
+    but these arguments and i, so that a resumed run meets the same ones."""
 
     @lru_cache(2)  # a batch may lie in two epochs
     def order(epoch: int) -> list[int]:
@@ -130,9 +130,9 @@ def shuffled(n: int, batch: int, seed: int | str) -> Callable[[int], list[int]]:
 
 # Thyme-SFT: the public demonstrations
 
-# The last rounds that are learnt from, of a demonstration with two or more; a shorter one is learnt
-# whole. Thyme's finding: who imitates the first rounds learns to be wrong at first. Its released
-# code keeps the last code too, its paper's text only what follows the last observation.
+# How many turns, from the end, are learnt of a demonstration that ran two programs or more; others
+# are learnt whole. Thyme's finding: who imitates the first turns learns to be wrong at first. Its
+# released code keeps the last program too, its paper's text only what follows the last output.
 TRAIN_ROUNDS = {"all": None, "last_code_and_answer": 2, "after_last_obs": 1}
 USER_PATH = re.compile(r'User Image Path\W*"([^"\n]+)"')
 OTHER_PATH = re.compile(r"/(?:[\w.+-]+/)+([\w.+-]+\.(?:png|jpe?g|webp|bmp|gif|tiff?))", re.I)
@@ -142,8 +142,8 @@ def load_thyme(
     policy: Policy, where: str | Path, train_rounds: str = "last_code_and_answer",
     rules: Rules = Rules(), on_bad: str = "skip",
 ) -> tuple[Usable[Trajectory], list[Skipped]]:  # fmt: skip
-    """Rows of Thyme-SFT -> Trajectories made when asked for, and the rows that cannot be used: they
-    do not parse, or have more than rules.max_length tokens. No row is ever cut.
+    """Rows of Thyme-SFT -> Trajectories, made when asked for, and the rows that cannot be used:
+    they do not parse, or have more than rules.max_length tokens. No row is ever cut.
 
     where: as in data.read_rows; a colon picks a split, "Kwai-Keye/Thyme-SFT:wo_thinking_thyme".
     """
@@ -165,8 +165,8 @@ def thyme_trajectory(
 ) -> Trajectory:  # fmt: skip
     """One row: `image`, a list of pictures; `question`; `response`, a single message with code and
     what it showed inline. It becomes the game's form: a turn of the policy ends behind </code>, and
-    what was shown is a user turn, which is never learnt from. Without pixels only lengths are of
-    use. Raises Bad, which names the field."""
+    what was shown is a user turn, which is never learnt from. Without pixels it is faster, and only
+    ids and mask are of use. Raises Bad, which names the field."""
     for name, kind in (("image", list), ("question", str), ("response", str)):
         if not row.get(name) or not isinstance(row[name], kind):
             raise Bad(name, f"expected a {kind.__name__}, got {str(row.get(name))[:60]!r}")
@@ -188,10 +188,10 @@ def thyme_trajectory(
     sample = Sample(f"thyme-{number}", images[0], question, answer[0] if answer else "",
                     source="thyme")  # fmt: skip
     trajectory, taken = begin(sample, policy.encode_prompt(sample, pixels)), 1
-    never = {*policy.forbidden, policy.end_id}
+    control = {*policy.forbidden, policy.end_id}
     for turn, output, n in zip_longest(turns, shown, places[1:]):
         ids = policy.tokenizer(turn, add_special_tokens=False)["input_ids"]
-        if not ids or "<image>" in turn or never.intersection(ids):
+        if not ids or "<image>" in turn or control.intersection(ids):
             raise Bad("response", f"a turn is empty or holds an image or a control token: {turn!r}")
         code = speak(policy, trajectory, ids)
         if output is None:
@@ -208,7 +208,7 @@ def thyme_trajectory(
     if len(trajectory.ids) > rules.max_length:
         raise Bad("response", f"{len(trajectory.ids)} tokens, --max-length {rules.max_length}")
     rounds = TRAIN_ROUNDS[train_rounds] if len(shown) > 1 else None
-    if rounds:  # the world's now, to be read and not to be learnt
+    if rounds:  # the turns before are read, like a prompt, and not learnt
         start, end = trajectory.prompt, trajectory.steps[-rounds].start
         trajectory.acted[start:end] = [False] * (end - start)
     return trajectory
@@ -221,8 +221,8 @@ VIEW = 64  # pixels: what the tiny model sees of any image, 16 visual tokens for
 CELLS = [cell_name(r, c) for r in range(GRID) for c in range(GRID)]
 CORNERS = [str(x) for x in range(0, SIZE + 1, SIZE // GRID)]
 
-# A chat template belongs to its checkpoint. This one leaves out what so small a model cannot read
-# (the system prompt and the format block), and keeps the image and the question.
+# In Jinja; every checkpoint has its own. This one leaves out what so small a model cannot read (the
+# system prompt and the format block), and keeps the image and the question.
 CHAT_TEMPLATE = """\
 {%- for message in messages if message.role == 'user' -%}
 <|im_start|>user
@@ -247,7 +247,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         "I need a closer look at . I can see it . The crop shows it .\nuser\nassistant\n",
         *COLORS, *TEXTURES, *CELLS, *CORNERS, crop_turn("", (0, 0, 0, 0)), "(0,0)",
     ])  # fmt: skip
-    # A word takes its space along, a number stands alone, and so does every other space.
+    # A word takes the space before it along; numbers and all other spaces stand alone.
     split = pre_tokenizers.Split(Regex(r" ?[a-d][1-4](?!\w)| ?[^\s\d]+|\d+|\s"), "isolated")
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     splitter = pre_tokenizers.Sequence([split, spell])
@@ -274,7 +274,7 @@ def tiny_policy(seed: int) -> Policy:
     """Two text layers and one vision block of the real architecture, randomly initialised."""
     tokenizer = tiny_tokenizer()
     id_of = tokenizer.convert_tokens_to_ids
-    # .02, the usual width of the initial weights, is too small for 64 dimensions.
+    # The usual deviation of initial weights, 0.02, is too small for 64 dimensions.
     start = dict(initializer_range=0.08)
     text = dict(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -296,7 +296,7 @@ def tiny_policy(seed: int) -> Policy:
     )  # fmt: skip
     torch.manual_seed(seed)
     model = Model(config)
-    # BOX averages whole blocks of pixels: a texture of period 4 vanishes exactly at 1 : 4.
+    # BOX averages blocks. The whole map is seen at 1 : 4: a texture of period 4 vanishes exactly.
     processor = Qwen2VLImageProcessorPil(
         resample=Image.Resampling.BOX, patch_size=PATCH, merge_size=2,
         size={"shortest_edge": VIEW * VIEW // 2, "longest_edge": VIEW * VIEW},
@@ -306,17 +306,18 @@ def tiny_policy(seed: int) -> Policy:
 
 # What tiny/ is pretrained on
 
-Pack = list[tuple[str | Image.Image, bool]]  # pieces of text or images; True: to be learnt
+Pack = list[tuple[str | Image.Image, bool]]  # one lesson: texts and images; True: to be learnt
 
 
 def user(*parts: str | Image.Image) -> Pack:
+    """A user turn and the header of the reply to it."""
     turn = ("<|im_start|>user\n", *parts, "<|im_end|>\n<|im_start|>assistant\n")
     return [(part, False) for part in turn]
 
 
 def grounding_pack(scene: Scene, rng: random.Random) -> Pack:
-    """Names and places of all squares. One direction a pack: with both, the second half could be
-    copied from the first."""
+    """All squares, from colour to cell or from cell to colour. One direction a pack: with both, the
+    second half could be copied from the first."""
     squares, pack = list(scene.squares), user(scene.image)
     rng.shuffle(squares)
     colour_first = rng.random() < 0.6
@@ -329,12 +330,12 @@ def grounding_pack(scene: Scene, rng: random.Random) -> Pack:
 
 
 def reading_pack(scene: Scene, rng: random.Random) -> Pack:
-    """Four close-ups and their textures: the quickest way to learn to read them."""
+    """Four close-ups, each with its colour and texture: the quickest way to learn to read them."""
     pack: Pack = []
     for square in rng.sample(scene.squares, 4):
         close_up = scene.image.crop(square.cell_box)
-        told = f" {square.color}<answer>{square.texture}"
-        pack += [(close_up, False), (told, True), ("\n", False)]
+        words = f" {square.color}<answer>{square.texture}"
+        pack += [(close_up, False), (words, True), ("\n", False)]
     return pack
 
 
@@ -377,7 +378,7 @@ def pack_trajectory(policy: Policy, pack: Pack) -> Trajectory:
 
 
 def pack_rows(policy: Policy, kind: str, n: int, seed: int | str) -> list[Row]:
-    """n packs of a kind on maps whose textures follow no prior."""
+    """n packs of a kind, on maps whose colours tell nothing of the textures."""
     rng = random.Random(f"packs {kind} {seed}")
     bar = tqdm(range(n), f"{kind} packs", mininterval=5)
     packs = (PACKS[kind](draw_scene(rng, shortcut=0.25), rng) for _ in bar)
@@ -385,7 +386,7 @@ def pack_rows(policy: Policy, kind: str, n: int, seed: int | str) -> list[Row]:
 
 
 def skill(policy: Policy, rows: list[Row], row_tokens: int) -> dict[str, float]:
-    """How surely each kind of word is said: the share of its tokens with probability > 1/2."""
+    """For each kind of word: the share of its tokens that have a probability above 1/2."""
     kinds = {
         "cell": [f" {cell}" for cell in CELLS],
         "corner": CORNERS,
@@ -407,9 +408,8 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
     """The base checkpoint, from random weights, in a few minutes.
 
     Phase 1 reads close-ups and names places until both are learnt; phase 2 adds the two question
-    formats while the learning rate falls. The result must pass every gate, else ValueError.
-    """
-    phase_2, peak = 450, 4e-3
+    formats while the learning rate falls. ValueError if the result does not pass every gate."""
+    phase_1, phase_2, peak = 500, 450, 4e-3  # steps (at most, exactly), highest learning rate
     policy = tiny_policy(seed)
     rows = {kind: pack_rows(policy, kind, 3000, seed) for kind in PACKS}
     small = {kind: pack_rows(policy, kind, 80, "check") for kind in PACKS}
@@ -436,12 +436,12 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
         if (i + 1) % 20 == 0:
             now = {kind: skill(policy, small[kind], row_tokens) for kind in PACKS}
             say(f"step {i + 1}  loss {loss:.3f}  " + show(now))
-            lifted = now["grounding"]["cell"] >= 0.95 and now["reading"]["texture"] >= 0.95
-            if began is None and (lifted or i + 1 >= 500):
+            learnt = now["grounding"]["cell"] >= 0.95 and now["reading"]["texture"] >= 0.95
+            if began is None and (learnt or i + 1 >= phase_1):
                 began = i + 1
         return began is not None and i + 1 - began >= phase_2
 
-    imitate(policy, optimizer, batches_of, range(500 + phase_2), rate, after, "tiny")
+    imitate(policy, optimizer, batches_of, range(phase_1 + phase_2), rate, after, "tiny")
     now = {kind: skill(policy, held_out[kind], row_tokens) for kind in PACKS}
     say("held out  " + show(now))
     gates = {
@@ -451,7 +451,7 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
     }  # fmt: skip
     missed = {name: value for name, value in gates.items() if value < 0.95}
     if missed:
-        raise ValueError(f"the base did not learn {missed} (>= 0.95 each): try another --seed")
+        raise ValueError(f"expected 0.95 or more of each skill, got {missed}: try another --seed")
     return policy
 
 

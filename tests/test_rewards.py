@@ -237,6 +237,11 @@ def test_a_no_op_is_a_red_line_only_once_something_has_been_shown():
     assert reward(hand_made(SEARCH, both, answer="x")).steps == (-1.0,)
 
 
+def test_no_judge_can_pay_for_the_whole_image():
+    whole = crop(SEARCH, WHOLE, red_lines=["no_op"])
+    assert reward(hand_made(SEARCH, whole, answer="x"), judge=lambda request: 1.0).steps == (0.0,)
+
+
 def test_a_question_without_search_knows_only_red_lines():
     def never(request):
         raise AssertionError("the judge was asked")
