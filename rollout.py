@@ -388,7 +388,7 @@ class Table:
         return Table(self.ids[keep], self.mask[keep], cache, live)
 
     def squeeze(self) -> None:
-        """Drop cached slots that are dead in every row, once a fifth of them is. Attention does
+        """Drop dead cached slots, as many as every row has, once that is a fifth. Attention does
         not care where a masked slot stands, so each row's dead slots move to the front first."""
         C = self.cache.get_seq_length()  # cached slots
         alive = int(self.mask[:, :C].sum(1).max())

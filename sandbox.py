@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass
 class Observation:
-    """What one call showed. Red lines: invalid_coords (a box outside the image), no_op (nothing
+    """What one call showed. Red lines: invalid_coords (a box off the image), no_op (nothing
     new), io_scratch (saved, loaded, shown as it was), sandbox_error (an error of the code)."""
     text: str = ""
     images: list[Image.Image] = field(default_factory=list)
