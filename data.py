@@ -29,11 +29,11 @@ from __future__ import annotations
 
 import argparse
 import base64
-import binascii
 import glob
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -66,7 +66,7 @@ class Sample:
 
     id       unique in its data set; named in every error
     image    what policy, code and judge all speak about: made upright, opaque and RGB here
-    answer   the reference: a letter if there are options, else a text or number
+    answer   the reference: a text or number; if there are options, a letter or the text of one
     options  their texts, without letters
     kind     "search": the evidence must be looked for; "neutral": the overview suffices, and tools
              can only cost (red lines; Eq. 6 as we read the paper's task types)
@@ -86,7 +86,7 @@ class Sample:
     def __post_init__(self) -> None:
         if self.kind not in ("search", "neutral"):
             raise ValueError(f"sample {self.id}: kind is 'search' or 'neutral', got {self.kind!r}")
-        object.__setattr__(self, "image", upright_rgb(self.image))  # frozen, but not yet born
+        object.__setattr__(self, "image", upright_rgb(self.image))  # the class is frozen
         width, height = self.image.size
         if max(width, height) >= 200 * min(width, height):  # small ones are enlarged, these not
             raise ValueError(
@@ -97,7 +97,7 @@ class Sample:
 
 def upright_rgb(image: Image.Image) -> Image.Image:
     """EXIF rotation applied, transparency on white, RGB."""
-    if image.mode == "RGB" and not image.getexif():
+    if image.mode == "RGB" and not (image.getexif() or image.has_transparency_data):
         return image
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
@@ -119,8 +119,8 @@ image is loaded as `image` (PIL), its file is `image_path`. Whatever the code pr
 shows comes back inside <sandbox_output> and </sandbox_output>, and you may go on thinking and
 write more code. When you know the answer, give it once inside <answer> and </answer>."""
 
-# The metadata lines have the form of the public training data, so that public checkpoints see
-# what they were trained on (the file name is neutral: names can carry labels).
+# The metadata lines have the form of the public training data, odd asterisks included, so that
+# public checkpoints see what they know (the file name is neutral: names can carry labels).
 FACTS = """
 
 ### User Image Path:** "image.png"
@@ -137,8 +137,8 @@ FIX_IT = "Fix the code, or answer."
 
 
 def messages(sample: Sample, clean: Callable[[str], str]) -> list[dict]:
-    """The conversation before the first action: x = (V, Q) of Eq. 2. Question and options come
-    from a data set, so they pass through `clean` (Policy.neutralise) like any foreign text."""
+    """The conversation before the first action: x = (image, question) of Eq. 2. Question and
+    options are foreign text, so they pass through `clean` (Policy.neutralise)."""
     options = "".join(f"\n{letter}. {o}" for letter, o in zip(LETTERS, sample.options))
     width, height = sample.image.size
     texts = [clean(sample.question + options), FACTS.format(width=width, height=height)]
@@ -178,7 +178,7 @@ def parse(text: str, closed: bool) -> tuple[str | None, str | None]:
 
 # The toy world
 
-GRID, CELL = 4, 64
+GRID, CELL = 4, 64  # cells in a row, pixels in a cell's side
 SIZE = GRID * CELL
 PERIOD = 4  # pixels: one period of every texture, and one pixel of the overview
 COLORS = {
@@ -195,8 +195,7 @@ USUAL_TEXTURE = {color: TEXTURES[i % len(TEXTURES)] for i, color in enumerate(CO
 # Coloured edges tell rows and columns apart, like the letters and numbers on a map. Without them a
 # model this small does not learn to name a cell.
 EDGE_COLORS = ((230, 120, 120), (120, 200, 120), (120, 130, 230), (225, 215, 120))
-EDGE = 6
-
+EDGE = 6  # pixels
 
 # Per texture, which pixels of the map are dark, [SIZE, SIZE]: half of every 4 x 4 block.
 _y, _x = np.mgrid[0:SIZE, 0:SIZE]
@@ -314,7 +313,7 @@ class Demonstration:
 
     sample: Sample
     turns: tuple[str, ...]
-    route: str
+    route: str  # a key of MIXTURE, or "neutral"
 
 
 def demonstrations(n: int, seed: int | str) -> list[Demonstration]:
@@ -511,14 +510,14 @@ def image_bytes(cell: object, folder: Path | str = ".") -> bytes:
     text = re.sub(r"^data:[^,]*,|\s", "", cell)
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except binascii.Error:
+    except ValueError:
         raise ValueError(f"no such file, and no base64: {cell[:200]!r} in {folder}") from None
 
 
 # Questions for stage 2
 
 # Where the public schemas keep what a Sample needs; the first column that holds something counts.
-# verl's form (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), and what our filters write.
+# The form of the RL library verl (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), our own.
 COLUMNS = {
     "image": ("images", "image"),
     "question": ("extra_info.question", "question", "problem", "prompt", "messages"),
@@ -526,9 +525,8 @@ COLUMNS = {
     "source": ("data_source", "source", "dataset"),
 }
 
-# A sample's kind follows from a word in the name of its source (paper: rewards differ by task type;
-# how samples are typed is not printed, so the words are ours). A source without any of them is
-# "search", and --describe says so: the judge is asked, as it is for most of the paper's data.
+# A sample's kind follows from a word in the name of its source. In the paper rewards differ by task
+# type; the words are ours, for none are printed. Without one: "search" (--describe: "assumed").
 KINDS = {"thinklite": "neutral", "geo": "neutral", "math": "neutral", "tabmwp": "neutral",
          "vstar": "search", "chart": "search", "arxivqa": "search"}  # fmt: skip
 
@@ -604,7 +602,7 @@ def load_rl(
 
 
 def rl_sample(row: dict, number: int, folder: Path) -> Sample:
-    """Raises Bad, which names the field."""
+    """One row as a Sample, or Bad, which names the field that is to blame."""
     for field in ("image", "question", "answer"):
         if cell_of(row, field) is None:
             raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
@@ -628,13 +626,15 @@ def rl_sample(row: dict, number: int, folder: Path) -> Sample:
         raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
     kind = row.get("kind") or KINDS.get(named(source, KINDS), "search")
     if kind not in ("search", "neutral"):
-        raise Bad("kind", f"is 'search' or 'neutral', got {kind!r}")
-    if not isinstance(boxes, list) or not all(isinstance(b, list) and len(b) == 4 for b in boxes):
-        raise Bad("boxes", f"expected a list of [x0, y0, x1, y1], got {reprlib.repr(boxes)}")
-    id, boxes = str(row.get("id") or f"{source or 'row'}-{number}"), tuple(map(tuple, boxes))
+        raise Bad("kind", f"expected 'search' or 'neutral', got {kind!r}")
+    try:  # rounded outwards
+        whole = tuple((*map(math.floor, (a, b)), *map(math.ceil, (c, d))) for a, b, c, d in boxes)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Bad("boxes", f"expected [x0, y0, x1, y1] each, got {reprlib.repr(boxes)}") from error
+    id = str(row.get("id") or f"{source or 'row'}-{number}")
     try:
         image = read_image(cell, folder)
-        return Sample(id, image, question, answer, tuple(options), kind, boxes, source)
+        return Sample(id, image, question, answer, tuple(options), kind, whole, source)
     except ValueError as error:
         raise Bad("image", str(error)) from error
 
@@ -664,7 +664,7 @@ def named(source: str, words: Iterable[str]) -> str | None:
 
 # The paper's filters (Sec. on RL data): sources, labels, difficulty
 
-EXTERNAL = ("okvqa",)  # sources whose questions need knowledge that no image holds; the one printed
+EXTERNAL = ("okvqa",)  # sources whose questions need knowledge no image holds (the paper names one)
 
 
 class Verdict(NamedTuple):
@@ -698,9 +698,9 @@ def by_difficulty(
     samples: Sequence[Sample], policy: Policy, rules: Rules, record: Path, name: str, n: int = 8,
     max_accuracy: float = 0.9, answer_judge=None, batch: int = 16,
 ) -> list[Verdict]:  # fmt: skip
-    """Drop what the model (of this name) answers right in more than max_accuracy of n tries: with
-    the paper's 8 and 0.9 that is 8 of 8. What it never answers right stays, as in the paper.
-    answer_judge: a ChatJudge for open answers; without one they are compared as texts."""
+    """Drop what the model answers right in more than max_accuracy of n tries: with the paper's 8
+    and 0.9, 8 of 8. What it never answers right stays, as in the paper. name: the model's, for
+    the record. answer_judge: a ChatJudge for open answers; without one texts are compared."""
     import torch
 
     from rewards import BoxJudge, Weights, score
@@ -958,9 +958,9 @@ def run(options: argparse.Namespace) -> str:
 
 def demo() -> str:
     lines = []
-    for demo in demonstrations(4, seed=0):
-        lines.append(f"{demo.sample.id}  {demo.sample.question}  (answer: {demo.sample.answer})")
-        lines.append(f"  {demo.route}: " + "  ->  ".join(demo.turns).replace("\n", "\\n"))
+    for one in demonstrations(4, seed=0):
+        lines.append(f"{one.sample.id}  {one.sample.question}  (answer: {one.sample.answer})")
+        lines.append(f"  {one.route}: " + "  ->  ".join(one.turns).replace("\n", "\\n"))
     scenes = [draw_scene(random.Random(1), shortcut) for shortcut in (1.0, 0.0)]
     usual, unusual = (np.asarray(scene.image.reduce(PERIOD), int) for scene in scenes)
     gap = np.abs(usual - unusual).max()

@@ -19,7 +19,7 @@ Out         groups of Trajectories
 Left out    rewards (rewards.py); a decoding loop of our own (HF generate does it)
 Read next   rewards.py (what a trajectory earns), grpo.py (how it is learnt from)
 
-Shapes      B rows in play   L slots so far, padding and cut tails included   P patches   V words
+Shapes      B rows in play   L slots so far, padding included (see Table)   P patches   V token ids
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from sandbox import Limits, Observation, Sandbox
 
 
 class Picture(NamedTuple):
-    """One image as the model takes it; P is the product of its grid."""
+    """One image as the model takes it, a film of 2 equal frames; P is the product of its grid."""
 
     pixels: Tensor  # [P, channels * 2 * patch * patch]
     grid: Tensor  # [3] time, rows and columns of patches
@@ -94,7 +94,7 @@ class Trajectory:
     prompt_images: int = 0  # images[:prompt_images] stand in it
     answer: str | None = None
     ended: str = ""  # "answered", "turns", "length" or "no_action"
-    dice: str = ""  # what its sampling is drawn from
+    dice: str = ""  # the seed of its sampling (class Dice)
 
     def act(self, ids: list[int]) -> None:
         self.ids += ids
@@ -119,7 +119,7 @@ class Rules:
     max_new_tokens: int = 1024  # per turn
     max_length: int = 16384  # tokens of a whole trajectory, image pads counted one by one
     max_log_chars: int = 2000  # of what one program printed; repairs and errors are never cut
-    kv_budget_gb: float = 0.0  # memory for the KV cache of one wave of rows; 0: what is free
+    kv_budget_gb: float = 0.0  # for the KV cache of all rows in play; 0: most of what is free
     sandboxes: int = 8  # programs that run at the same time
     patience: float = 1.0  # seconds until rows whose code has run go on without the slow ones
     limits: Limits = Limits()
@@ -144,8 +144,8 @@ class Policy:
             raise ValueError(f"<|image_pad|> is token {pad}, but the model's is {own}: not a pair")
         self.image_id, self.end_id = pad, vocabulary["<|im_end|>"]
         self.pad_id = tokenizer.pad_token_id
-        # The policy may sample no token that would forge a turn or an image, but the end of its
-        # own message, and no row of the embedding that is no token.
+        # The policy must not sample control tokens, which would forge a turn or an image (only the
+        # end of its own message), nor ids beyond the tokenizer's: the embedding has spare rows.
         tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
         added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         may_say = {tag for tag in tags if "sandbox" not in tag} | {"<|im_end|>"}
@@ -154,7 +154,7 @@ class Policy:
         self.forbidden = sorted(control | set(range(len(tokenizer), V)))
         if self.pad_id not in self.forbidden:
             raise ValueError(f"the pad token {tokenizer.pad_token!r} must be a control token")
-        # Foreign text may contain neither those nor a tag, however it is tokenised.
+        # Text from elsewhere may hold no control token and no tag, however it is tokenised.
         longest_first = sorted({*added, *tags}, key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, longest_first)))
         self.may_end = torch.zeros(V, dtype=torch.bool)  # [V] can this token close a turn?
@@ -212,8 +212,8 @@ class Policy:
         return self.encode(text + "<|im_start|>assistant\n", pictures)
 
     def positions(self, ids: Tensor, mask: Tensor, grids: list[Tensor]) -> Tensor:
-        """[B, L] ids and mask -> [4, B, L]: a text row, which generate counts on, and the three of
-        multimodal RoPE. grids: those of every image of every row, in order.
+        """[B, L] ids and mask -> [4, B, L]: a token's number, which generate needs, and its time,
+        row and column for multimodal RoPE. grids: of every image of every row, in order.
 
         Always explicit. Left to itself the model takes positions from whatever it saw last, which
         is silently wrong with a kept cache. Slots with mask 0 take no position, wherever they are.
@@ -337,7 +337,7 @@ class Dice(LogitsProcessor):
     batch, so that a row's luck would hang on which rows it happens to sit with: on the size of a
     wave, on the number of processes, on whose program was slow. Here turn t of a trajectory draws
     from (its dice, t): token number i is the first whose cumulated probability exceeds the i-th
-    draw. Every other score becomes 0, and generate takes the highest."""
+    draw. Scores become 1 from there on, else 0; generate takes the first of the highest."""
 
     def __init__(self, table: Table, rules: Rules) -> None:
         self.start, self.temperature = table.ids.shape[1], rules.temperature
@@ -347,8 +347,8 @@ class Dice(LogitsProcessor):
         self.draws = torch.stack(draws).to(table.ids.device)  # [B, max_new_tokens]
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # scores [B, V]
-        p = (scores / self.temperature).softmax(-1, dtype=torch.float64)
-        reached = p.cumsum(-1)
+        p = (scores / self.temperature).softmax(-1, dtype=torch.float64)  # [B, V]
+        reached = p.cumsum(-1)  # [B, V]
         # (A draw is at most 1 - 2^-24: far enough from 1 for the rounding of a float64 sum.)
         beyond = reached > self.draws[:, ids.shape[1] - self.start, None] * reached[:, -1:]
         return (beyond & (p > 0)).float()  # argmax: the first of the 1s
@@ -388,9 +388,9 @@ class Table:
         return Table(self.ids[keep], self.mask[keep], cache, live)
 
     def squeeze(self) -> None:
-        """Drop cached slots that are dead in every row, once a fifth of them is. Attention does
+        """Drop dead cached slots, as many as every row has, once that is a fifth. Attention does
         not care where a masked slot stands, so each row's dead slots move to the front first."""
-        C = self.cache.get_seq_length()
+        C = self.cache.get_seq_length()  # cached slots
         alive = int(self.mask[:, :C].sum(1).max())
         if alive > 0.8 * C:
             return
@@ -455,8 +455,8 @@ def play_on(
     policy: Policy, trajectories: list[Trajectory], sandboxes: dict[int, Sandbox], rules: Rules
 ) -> None:
     """Eq. 2 from the middle: it is the policy's turn in every trajectory, and each goes on until
-    its episode is over. `sandboxes` has one for each id(trajectory), in the state its code left;
-    all must fit the KV cache at once (rows_that_fit)."""
+    its episode is over, and closes its sandbox. `sandboxes` has one for each id(trajectory), in the
+    state its code left. All must fit the KV cache at once (rows_that_fit)."""
     with ThreadPoolExecutor(rules.sandboxes) as pool:
         _play_wave(policy, trajectories, 1, dict(sandboxes), rules, pool, Counter())
 
@@ -481,7 +481,7 @@ def _play_wave(
     while tables:
         done = [all(f.done() for f in programs) for _, programs in tables]
         if not any(done):
-            wait([f for _, programs in tables for f in programs], return_when=FIRST_COMPLETED)
+            wait([f for _, own in tables for f in own if not f.done()], return_when=FIRST_COMPLETED)
             continue
         table, programs = tables.pop(done.index(True))
         if programs:
@@ -555,7 +555,7 @@ def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> lis
         synced_gpus=False, **policy.model_images(table.unread),
     )  # fmt: skip
     policy.model.generation_config = own  # an export keeps it
-    new = output.sequences[:, start:]
+    new = output.sequences[:, start:]  # [B, longest turn]
     alive = new != policy.pad_id  # forbidden to the policy: generate writes it behind a stop
     lengths = alive.sum(1).tolist()
     tally["prefilled_tokens"] += sum(len(t.ids) - t.steps[-1].end for t in table.live if t.steps)
@@ -606,7 +606,7 @@ def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | Non
     if answer is not None:
         code, trajectory.answer, trajectory.ended = None, answer, "answered"
     elif code is None:
-        stopped = closed or "</code>" in text or "</answer>" in text  # by a tag that opened nothing
+        stopped = closed or "</code>" in text or "</answer>" in text  # by a lone closing tag
         trajectory.ended = "no_action" if stopped else "length"
     trajectory.steps.append(Step(text, code, None, start, len(trajectory.ids)))
     return code

@@ -10,8 +10,8 @@ Read next   data.py (what is asked), rollout.py (who calls `run`)
 
 Contained   As root and as an ordinary user, by the kernel: files outside a private folder, the
             input image, other processes, signals, threads, the network, memory, disk and time.
-            The trainer executes a server once, which imports the libraries and forks one worker
-            per trajectory; the worker walls itself in before it sees any code. The trainer reads
+            The trainer starts one server, which imports the libraries and forks a worker for
+            each trajectory; the worker walls itself in before it sees any code. The trainer reads
             JSON and raw pixels from it, and takes both for forged until they are checked.
 Not         Kernel bugs; that a file exists and how big it is (`stat` works); one busy core up to
             the time limit; lies in the code's own output (so a crop is only called a crop if
@@ -53,8 +53,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 Box = tuple[int, int, int, int]         # x0, y0, x1, y1 in pixels
-THIN, SMALL, LARGE = 100, 28, 2048      # Qwen2.5-VL: aspect, shortest side; ours: longest side
-WALLS = {"files", "calls", "rights", "sizes", "disk"}
+THIN, SMALL, LARGE = 100, 28, 2048      # sides: ratio (ours), least (Qwen2.5-VL), most (ours)
+WALLS = {"files", "calls", "rights", "sizes", "disk"}       # lock_in puts them up
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,12 @@ class Limits:
 
 @dataclass
 class Observation:
-    """What one call showed."""
+    """What one call showed. Red lines: invalid_coords (a box off the image), no_op (nothing
+    new), io_scratch (saved, loaded, shown as it was), sandbox_error (an error of the code)."""
     text: str = ""
     images: list[Image.Image] = field(default_factory=list)
     boxes: list[Box | None] = field(default_factory=list)   # in the input image; None: no crop
-    sources: list[str] = field(default_factory=list)        # "crop" (verified), file, figure, ...
+    sources: list[str] = field(default_factory=list)        # verified: crop; else file, figure, ...
     error: str | None = None
     timed_out: bool = False
     blocked: bool = False                                   # refused by the scan, never run
@@ -229,7 +230,7 @@ class Sandbox:
                 raise ValueError(f"more than {self.limits.disk >> 20} MB written")
 
     def _end(self, patience: float = 0.0) -> tuple[str | None, str | None]:
-        """Kill the worker. If it had ended before: the code's error, or else ours."""
+        """Kill the worker. If it had ended before, say why: (the code's error, our failure)."""
         channel, alone, ended = self.socket, False, None
         if self.pidfd is not None:
             alone = ready(self.pidfd, patience)
@@ -258,7 +259,7 @@ def digest(image: Image.Image) -> bytes:
 
 
 def plain(text: object, limit: int) -> str:
-    return str(text)[:limit].encode("utf-8", "replace").decode()    # no tokenizer takes half a pair
+    return str(text)[:limit].encode("utf-8", "replace").decode()    # a lone surrogate becomes ?
 
 
 def one_line(text: object, limit: int) -> str:
@@ -300,7 +301,7 @@ def verified_box(original: Image.Image, shown: Image.Image, steps: object) -> Bo
                 image = image.crop((x0, y0, x1, y1))
             sx, sy = (right - left) / w, (bottom - top) / h
             left, top, right, bottom = left + x0 * sx, top + y0 * sy, left + x1 * sx, top + y1 * sy
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None             # not even steps
     if image.size != shown.size or image.tobytes() != shown.tobytes():
         return None
@@ -325,7 +326,7 @@ def remove(folder: str) -> None:
         subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL)
 
 
-# Between the processes: a length (u32), JSON, and perhaps raw RGB pixels.
+# Between the processes: a length (4 bytes), JSON, and perhaps raw RGB pixels.
 
 
 def pack(header: dict) -> bytes:
@@ -334,7 +335,7 @@ def pack(header: dict) -> bytes:
 
 
 def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None) -> bytes:
-    """Exactly `size` bytes, before `deadline` however slowly they drip."""
+    """Exactly `size` bytes, before `deadline` however slowly they drip. watch: called meanwhile."""
     data = bytearray()
     while len(data) < size:
         left = deadline - time.monotonic()
@@ -356,12 +357,12 @@ def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None)
 def read_json(sock: socket.socket, deadline: float = math.inf, watch=None, most=1 << 18) -> dict:
     size, = struct.unpack(">I", read(sock, 4, deadline, watch))
     if size > most:
-        raise ValueError(f"a reply of {size} bytes")
+        raise ValueError(f"a reply of {size} bytes, expected at most {most}")
     return loads(read(sock, size, deadline, watch))
 
 
 def ready(descriptor: int | socket.socket, seconds: float = 0.0) -> bool:
-    """Is there anything to read, be it the end?"""
+    """Is there anything to read, or has the other side (or the process of a pidfd) ended?"""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
@@ -377,7 +378,7 @@ class Server:
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MPLBACKEND": "Agg",
                        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
                        "TMPDIR": tempfile.gettempdir()}
-        packages = [path for path in sys.path if path.endswith("-packages")]    # -I forgets some
+        packages = [path for path in sys.path if path.endswith("-packages")]    # -I drops some
         command = [sys.executable, "-I", os.path.abspath(__file__), "--server"]
         with theirs:
             self.process = subprocess.Popen(
@@ -418,7 +419,7 @@ def serve(control: socket.socket) -> None:
     root, workers, me = make_root(), set(), os.getpid()
     os.environ["MPLCONFIGDIR"] = root       # where matplotlib writes its list of fonts
     names = usual_names()
-    gc.freeze()                             # keeps the imported pages shared
+    gc.freeze()                             # no collection writes to (so copies) shared memory
     control.sendall(pack({"ready": True}))
     while True:
         try:
@@ -470,8 +471,7 @@ def make_root() -> str:
     """A locked folder in the temporary one; those of dead servers are swept away.
 
     The kernel drops a lock however its owner dies. The folder gets its final name only once it
-    is locked, so that nobody takes it for a dead one.
-    """
+    is locked, so that nobody takes it for a dead one."""
     fresh = tempfile.mkdtemp(prefix="codev-new-")
     final = os.path.join(tempfile.gettempdir(), f"codev-sandbox-{os.getuid()}-")
     for folder in [fresh, *glob.glob(final + "*")]:
@@ -501,11 +501,12 @@ def usual_names() -> dict[str, object]:
             names[name or module] = importlib.import_module(module)
         except ImportError:
             continue                        # optional; code that imports it gets the usual message
-    Image.init()
+    Image.init()                            # loads Pillow's decoders, once for all workers
     return names | {"Path": names["pathlib"].Path}
 
 
-# The walls: each worker puts them up around itself, before it sees any code.
+# The walls: each worker puts them up around itself, before it sees any code. seccomp refuses system
+# calls, Landlock paths, a tmpfs (files in memory) bounds what is written. Bare numbers are Linux's.
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}    # linux/audit.h
 MACHINE = os.uname().machine
@@ -534,8 +535,8 @@ PRETENDED = """chmod 90 -1, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, ch
 lchown 94 -1, fchown 93 55, fchownat 260 54, utime 132 -1, utimes 235 -1, futimesat 261 -1,
 utimensat 280 88"""
 TRUNCATES = os.O_ACCMODE | os.O_TRUNC           # to open for reading may empty a file, too
-FILTERED = [("prctl 157 167", 0, 0xFFFFFFFF, 1, True),          # which argument, mask, value;
-            ("prlimit64 302 261", 0, 0xFFFFFFFF, 0, False),     # refused if equal, or if not
+FILTERED = [("prctl 157 167", 0, 0xFFFFFFFF, 1, True),          # argument, mask, value; refused
+            ("prlimit64 302 261", 0, 0xFFFFFFFF, 0, False),     # if equal (True), if not (False)
             ("open 2 -1", 1, TRUNCATES, os.O_TRUNC, True),
             ("openat 257 56", 2, TRUNCATES, os.O_TRUNC, True),
             *(("fcntl 72 25", 1, 0xFFFFFFFF, command, True) for command in (8, 10, 15)),
@@ -552,8 +553,7 @@ def seccomp() -> str:
     """Refuse what a program with one process, one thread and its own files does not need.
 
     A filter is a list of (operation, jump if so, jump if not, operand), see linux/filter.h. It
-    may load from struct seccomp_data: the number at 0, the machine at 4, the arguments from 16.
-    """
+    may load from struct seccomp_data: the number at 0, the machine at 4, the arguments from 16."""
     load, equal, at_least, mask_by, give = 0x20, 0x15, 0x35, 0x54, 0x06
     allow, kill, error = 0x7FFF0000, 0x80000000, 0x50000
     program = [(load, 0, 0, 4), (equal, 1, 0, MACHINES[MACHINE]), (give, 0, 0, kill),
@@ -594,7 +594,7 @@ def landlock(readable: list[str], writable: str) -> str:
     rules = check(libc.syscall(444, ruleset, ctypes.c_size_t(len(ruleset)), ctypes.c_uint(0)),
                   "landlock_create_ruleset")
     read, write = 1 << 2 | 1 << 3, 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
-    for path in filter(os.path.exists, [*readable, writable]):      # no links, no devices
+    for path in filter(os.path.exists, [*readable, writable]):      # write: no links, no devices
         allowed = read | write if path == writable else read if os.path.isdir(path) else 1 << 2
         target = os.open(path, os.O_PATH)
         rule = struct.pack("=Qi", allowed & rights, target)
@@ -713,7 +713,7 @@ def cut(code: str) -> list[str]:
     return ["\n".join(lines[:-n]) for n in (1, 2, 3) if n < len(lines)] or [code]
 
 
-REPAIRS = {
+REPAIRS = {         # note: what proposes candidates; the first that parses is taken
     "removed invisible characters": lambda code: [
         re.sub("[\ufeff\u200b\0]", "", re.sub("\r\n?", "\n", code)).replace("\u00a0", " ")],
     "removed the markdown around the code": unfence,
@@ -763,7 +763,7 @@ def forbidden_call(tree: ast.AST) -> str | None:
 
 
 def rewrite(tree: ast.Module) -> ast.Module:
-    """As in a notebook: the last value is shown. Kinder: top-level `return`, slices by floats."""
+    """As in a notebook, the last value is shown; `return` at top level and float slices work."""
     def call(name, value):
         return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), [value], []), value)
 
@@ -878,7 +878,7 @@ class Worker:
         tree = ast.parse(code, "<code>")
         if call := forbidden_call(tree):
             raise Blocked(f"{call}; deleting, moving, renaming and starting processes is refused")
-        self.bgr = (self.bgr or "imread" in code) and "2RGB" not in code
+        self.bgr = (self.bgr or "imread" in code) and "2RGB" not in code     # cv2: blue first
         self.names |= {"display": self.display, "__display__": self.display, "open": self.open,
                        "__return__": self.leave, "__lower__": self.lower, "__whole__": self.whole,
                        "input": self.input}
@@ -950,7 +950,7 @@ class Worker:
         if len(self.shown) == self.limits["images"]:
             self.more += 1
         else:
-            self.shown[path or object()] = pixels, image, source
+            self.shown[path or object()] = pixels, image, source    # object(): a key of its own
 
     def to_limits(self, image: Image.Image) -> Image.Image:
         """Shrink or enlarge to what a vision encoder takes."""
@@ -1023,10 +1023,10 @@ class Worker:
             y, x = divmod(start - origin, whole.strides[0])
             x //= whole.strides[1]
             image.info[STEPS] = [[x, y, x + image.width, y + image.height]]
-        return image            # had it steps or turns, the trainer will find other pixels there
+        return image            # if strided or flipped, the trainer finds other pixels
 
     def to_read(self, file: object) -> object:
-        """The path itself if it exists; else our file of that name; else perhaps the input."""
+        """The path if it exists; else our file of that name; else, if INVENTED, the input."""
         if not isinstance(file, (str, os.PathLike)) or os.path.exists(file):
             return file
         name = os.path.basename(file)

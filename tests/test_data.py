@@ -111,6 +111,8 @@ def test_pictures_are_upright_opaque_and_rgb(tmp_path):
     assert upright_rgb(Image.open(tmp_path / "a.jpg")).size == (180, 300)
     clear_red = Image.new("RGBA", (5, 5), (255, 0, 0, 0))
     assert upright_rgb(clear_red).getpixel((2, 2)) == (255, 255, 255)
+    Image.new("RGB", (5, 5), "red").save(tmp_path / "a.png", transparency=(255, 0, 0))
+    assert upright_rgb(Image.open(tmp_path / "a.png")).getpixel((2, 2)) == (255, 255, 255)
     for mode in ("L", "1", "LA", "P", "CMYK", "I;16"):
         assert upright_rgb(Image.new(mode, (5, 5))).mode == "RGB"
     sample = Sample("s", Image.open(tmp_path / "a.jpg"), "?", "!")

@@ -76,7 +76,7 @@ def test_an_image_cell_may_have_any_public_form(form, folder):
 
 
 BROKEN = {
-    "missing file": ("gone.png", "no such file, and no base64: 'gone.png' in /"),
+    "missing file": ("größe.png", "no such file, and no base64: 'größe.png' in /"),
     "missing file of eight letters": ("gone1.png", "no such file, and no base64"),
     "half a JPEG": (jpeg(PICTURE)[:900], "no image that can be read in b'.*: image file is trunc"),
     "text": (b"<html>", "no image that can be read in b'<html>': cannot identify"),
@@ -460,7 +460,7 @@ def test_eight_tries_drop_eight_of_eight_only(policy, tmp_path, monkeypatch):
 
 def test_what_a_filter_keeps_can_be_filtered_again(tmp_path):
     """Same ids, kinds, options, boxes and the very bytes of the images; the rest is listed."""
-    row = FLAT | {"options": ["one", "4"], "boxes": [[1, 2, 3, 4]], "kind": "neutral", "id": "x"}
+    row = FLAT | {"options": ["one", "4"], "boxes": [[1, 2, 2.5, 4]], "kind": "neutral", "id": "x"}
     row["answer"] = "4"
     bad = row | {"answer": "5", "id": "y"}
     where = parquet(tmp_path / "a.parquet", [row, row | {"id": "z"}, bad])

@@ -5,6 +5,7 @@ import gc
 import random
 import string
 import threading
+import time
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -114,11 +115,12 @@ def test_a_wave_holds_whole_groups_within_its_memory(policy, samples, monkeypatc
 
 
 def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
-    """One program ends only after the other row has answered; neither row loses anything."""
+    """Two programs end only after the third row has answered; no row loses anything, and while
+    one of the two still runs, the main thread sleeps."""
     slow = "<code>\nslow = True\nimage.crop((0,0,64,64)).show()\n</code>"
     rules = Rules(**{**vars(RULES), "patience": 3.0, "max_new_tokens": 96})
-    turns, answered = [], threading.Event()
-    speak, run = rollout.speak, rollout.Sandbox.run
+    turns, waits, answered, last = [], [], threading.Event(), threading.Lock()
+    speak, run, wait = rollout.speak, rollout.Sandbox.run, rollout.wait
 
     def noting(policy, t, reply):
         code = speak(policy, t, reply)
@@ -130,14 +132,17 @@ def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
     def waiting(sandbox, code):
         if "slow" in code:
             answered.wait(60)
+            with last:  # the second of them ends half a second after the first
+                time.sleep(0.5)
         return run(sandbox, code)
 
+    monkeypatch.setattr(rollout, "wait", lambda *a, **b: waits.append(a) or wait(*a, **b))
     monkeypatch.setattr(rollout, "speak", noting)
     monkeypatch.setattr(rollout.Sandbox, "run", waiting)
-    with scripted(policy, [[slow, SHORT], [LOOK, PRINT, LOOK, SHORT]]) as heard:
-        (group,) = play(policy, samples[:1], 2, rules)
-    assert turns[2:] == ["quick", "quick", "quick", "slow"]
-    assert [t.answer for t in group] == ["red", "red"] and [len(t.images) for t in group] == [2, 3]
+    with scripted(policy, [[slow, SHORT], [slow, SHORT], [LOOK, PRINT, LOOK, SHORT]]) as heard:
+        (group,) = play(policy, samples[:1], 3, rules)
+    assert turns[3:] == ["quick", "quick", "quick", "slow", "slow"] and len(waits) < 20
+    assert [t.answer for t in group] == ["red"] * 3 and [len(t.images) for t in group] == [2, 2, 3]
     assert max(worst_difference(policy, t, heard) for t in group) <= 1e-5
 
 

@@ -448,6 +448,8 @@ def test_the_trainer_does_not_work_without_bound_for_a_claim():
     shown = small.resize((500, 500)).resize((64, 48))
     steps = [[0, 0, 64, 48, 500, 500, None, None], [0, 0, 500, 500, 64, 48, None, None]]
     assert verified_box(small, shown, steps) == (0, 0, 64, 48)
+    steps = [[0, 0, 64, 48, 500, 500, Image.LANCZOS, 10**400]]      # JSON holds it, no float does
+    assert verified_box(small, shown, steps) is None
 
 
 # ---- red lines ---------------------------------------------------------------------------------
