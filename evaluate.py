@@ -156,8 +156,9 @@ def evaluate(
         else:
             kept += zip(played, rewards)
         for found in map(finding, played, rewards):
-            seen.update(n=1, right=found.correct, search=found.search, faithful=faithful(found))
-        shares = seen["right"] / seen["n"], seen["faithful"] / max(seen["search"], 1)
+            graded, right = found.correct is not None, bool(found.correct)
+            seen.update(n=graded, right=right, search=found.search, faithful=faithful(found))
+        shares = seen["right"] / max(seen["n"], 1), seen["faithful"] / max(seen["search"], 1)
         bar.set_postfix_str("accuracy {:.3f}, faithful {:.3f}".format(*shares))
 
     if out:
@@ -511,13 +512,15 @@ def mathvista(row: dict) -> dict:
 
 def rounded(how: Callable[[float], float], answer: str, reference: str) -> bool:
     number = read_number(final_answer(answer))
-    return number is not None and how(float(number[0])) == float(reference)
+    if number is None or abs(number[0]) > 1e300:  # a float could not hold it
+        return False
+    return how(float(number[0])) == float(reference)
 
 
 def same_list(answer: str, reference: str) -> bool:
     try:
         return ast.literal_eval(final_answer(answer)) == ast.literal_eval(reference)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 
 

@@ -369,7 +369,8 @@ def other(
         return Image.open(buffer).convert("RGB")
     if name == "mask":  # grey all over; black, if it was grey all over
         grey = Image.new("RGB", picture.size, (128, 128, 128))
-        return Image.new("RGB", picture.size) if grey == picture else grey
+        same = picture.convert("RGB").tobytes() == grey.tobytes()
+        return Image.new("RGB", picture.size) if same else grey
     if name == "noise":  # Gaussian, and nothing else
         dice, shape = np.random.default_rng(rng.getrandbits(32)), (*picture.size[::-1], 3)
         return Image.fromarray(dice.normal(128, 64, shape).clip(0, 255).astype(np.uint8))

@@ -204,7 +204,7 @@ def parse_config(argv: list[str] | None = None) -> Config:
     parser.set_defaults(**PRESETS.get(preset, {}))
     values = vars(parser.parse_args(argv))
     resume, node = values.pop("resume", None), values.pop("plan", None)
-    if resume and len(argv) > 2:
+    if resume and len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
         parser.error("--resume goes alone: a run continues with its own config")
     try:
         config = read_config(Path(resume)) if resume else Config(**values)

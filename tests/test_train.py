@@ -107,6 +107,13 @@ def test_a_finished_run_is_not_overwritten(tmp_path, capsys):
     assert f"--resume {tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--resume", "x", "--seed=3"], ["--resume=x", "--seed=3"]])
+def test_a_flag_beside_resume_is_refused_however_it_is_spelt(words, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(words)
+    assert "--resume goes alone" in capsys.readouterr().err
+
+
 def test_a_run_that_is_not_there_cannot_be_resumed(capsys):
     with pytest.raises(SystemExit):
         parse_config(["--resume", "no-such-run"])
