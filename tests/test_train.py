@@ -411,6 +411,13 @@ def test_what_public_data_need_is_asked_for_at_once(words, message, capsys, tmp_
     assert message in capsys.readouterr().err
 
 
+def test_a_run_without_a_demonstration_that_fits_is_refused(policy, tmp_path):
+    words = ["--sft-demos", "2", "--max-length", "60", "--max-new-tokens", "8"]
+    config = parse_config(["--out", str(tmp_path / "run"), *words])
+    with pytest.raises(SystemExit, match="53 usable demonstrations less 100 .* raise --max-length"):
+        train.demonstration_rows(None, config, policy)
+
+
 # --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --
 
 
