@@ -2,7 +2,7 @@
 evaluate.py: how often is the policy right, and had it looked in the right place?
 
 Concept     Play questions, score every look once, and show the episodes themselves: a rate that
-            nobody can hold against pictures persuades nobody.
+            nobody can check against pictures persuades nobody.
 Paper       CodeV, arXiv:2511.19661, Tables 3 and 4 (the benchmarks), Fig. 5 and Table 5
             (faithfulness.py defines the rates)
 In          a policy and samples; or a checkpoint folder and the name of a benchmark
@@ -33,9 +33,9 @@ trajectories.jsonl has one JSON object a line, with the names of the types it ho
               shows, or null), sources, error, notes, red_lines, ... as in sandbox.Observation
     acted     who chose the tokens, in runs: [[false, 80], [true, 12], ...]; true is the policy
     ids       the tokens; the first `prompt` of them, with `prompt_images` images, are the question
-    dice      what its sampling was drawn from
-    place     its place in the order of the benchmark; of --avg-at K, each question has K
-    run       what was played: lines of two evaluations do not mix
+    dice      the text that seeds its sampling
+    place     its place in the order of the benchmark; with --avg-at K, each question has K places
+    run       a hash of policy, questions and settings: lines of two evaluations do not mix
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ from sandbox import Observation
 GREEDY = Rules(turns=10, temperature=0.0)
 AGAINST_PRIOR = "toy, against the prior"  # `source` of the questions on which a guesser scores 0
 
-# The rows of every table: what summary.json calls a number, and what a reader sees.
+# The rows of every table: the name of a number in summary.json, and what a reader sees.
 ROWS = {
     "n": "questions", "ungraded": "answers without verdict", "score": "benchmark score",
     "accuracy": "accuracy", "ood_accuracy": "out-of-prior accuracy", "tool_use": "tool use",
@@ -117,24 +117,24 @@ def evaluate(
 ) -> tuple[dict, Sequence[Trajectory]]:  # fmt: skip
     """Play every sample `rollouts` times and score every step once: (metrics, trajectories).
 
-    One wave of samples is played at a time. With `out` its episodes then go to trajectories.jsonl
-    and leave memory (the trajectories returned are Episodes), and what stands there already is not
-    played again: a killed evaluation goes on. Several processes take turns at the waves, each with
-    a file of its own; process 0 makes one of them. None of this changes a number.
+    `wave` samples are played at a time. With `out` their episodes then go to trajectories.jsonl
+    and leave memory (the trajectories returned are Episodes), and what is there already is not
+    played again: a killed evaluation goes on. Several processes share the waves, each with a file
+    of its own; process 0 merges them. None of this changes a number.
     own_rules: how each sample's answer counts, from load_bench; None: rewards.grade.
     """
     if not len(samples):
         raise ValueError("nothing to evaluate: expected at least one sample, got none")
     rank, world = (processes.process_index, processes.num_processes) if processes else (0, 1)
     if world > 1 and out is None:
-        raise ValueError("several processes meet in a folder: expected out=")
+        raise ValueError("several processes meet in a folder: expected out=, got None")
     meet = processes.wait_for_everyone if processes else lambda: None
     run = fingerprint(policy, samples, rules, seed, rollouts, wave)
     places, kept, seen = range(len(samples) * rollouts), [], Counter()
     there = Episodes(out, run) if out else None
     meet()  # nobody writes while another still reads
     if out and (file := out / file_of(rank)) in there.ends:
-        os.truncate(file, there.ends[file])  # cut what a kill left of a line
+        os.truncate(file, there.ends[file])  # cut off the half line that a kill left
     done = set(there.lines) if out else set()
     waves = [places[i * rollouts : (i + wave) * rollouts] for i in range(0, len(samples), wave)]
     todo = [here for here in waves[rank::world] if not done.issuperset(here)]
@@ -151,13 +151,14 @@ def evaluate(
         if own_rules:
             own = [own_rules[place // rollouts] for place in here]
             rewards = list(map(by_rule, played, rewards, own))
-        if out:  # (of a wave that a kill tore, some lines stand there already: the newest counts)
+        if out:  # (a wave that a kill cut off is played again as a whole: its newest lines count)
             write_trajectories(played, rewards, here, folder=out, run=run, rank=rank)
         else:
             kept += zip(played, rewards)
         for found in map(finding, played, rewards):
-            seen.update(n=1, right=found.correct, search=found.search, faithful=faithful(found))
-        shares = seen["right"] / seen["n"], seen["faithful"] / max(seen["search"], 1)
+            graded, right = found.correct is not None, bool(found.correct)
+            seen.update(n=graded, right=right, search=found.search, faithful=faithful(found))
+        shares = seen["right"] / max(seen["n"], 1), seen["faithful"] / max(seen["search"], 1)
         bar.set_postfix_str("accuracy {:.3f}, faithful {:.3f}".format(*shares))
 
     if out:
@@ -175,7 +176,7 @@ def evaluate(
 
 
 def fingerprint(policy: Policy, samples: Sequence[Sample], *settings: object) -> str:
-    """What an evaluation is: its policy (a few weights of every tensor), questions and settings."""
+    """A hash of the policy (a few weights of every tensor), the questions and the settings."""
     few = [p.detach().flatten()[:: max(1, p.numel() // 8)][:8] for p in policy.model.parameters()]
     weights = torch.cat(few).double().cpu().numpy().tobytes()
     ends = (len(samples), samples[0].id, samples[-1].id)
@@ -195,9 +196,8 @@ def by_rule(trajectory: Trajectory, reward: Reward, rule: Callable | None) -> Re
 def measure(
     trajectories: Iterable[Trajectory], rewards: Iterable[Reward], rollouts: int = 1
 ) -> dict:
-    """The rates of faithfulness.py, and a benchmark's own score where it differs from accuracy.
-    Questions against the toy's prior count for one number only; answers on which a judge had no
-    verdict count for none."""
+    """The rates of faithfulness.py, and a benchmark's own score with its parts. Questions against
+    the toy's prior count for `ood_accuracy` only; answers without a verdict only as `ungraded`."""
     own, against, sources, ungraded = [], [], [], 0
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         source = trajectory.sample.source
@@ -234,10 +234,10 @@ def write_trajectories(
     trajectories: Sequence[Trajectory], rewards: Sequence[Reward],
     places: Sequence[int] | None = None, *, folder: Path, run: str = "", rank: int = 0,
 ) -> None:  # fmt: skip
-    """Append lines to a file, pictures to images/; the head of this module describes them."""
+    """Append lines to this process's file, and pictures to images/; see the head of this module."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
 
-    def plain(thing: object) -> object:  # what json cannot write by itself
+    def plain(thing: object) -> object:  # for what json cannot write by itself
         if not isinstance(thing, Image.Image):
             return vars(thing)
         # Named by what they show: many questions share an image, and an id may be anything.
@@ -262,9 +262,9 @@ def write_trajectories(
 
 class Episodes(Lazy):
     """The episodes of a file or folder, in the order of their places. Each is read when asked
-    for, without the model's image inputs; their rewards and the samples' ids are all here.
+    for, without the model's image inputs; all rewards and ids of samples are kept in memory.
 
-    lines: {place: (file, start, end)}; ends: where the whole lines of each file end. Lines of
+    lines: {place: (file, first byte, end)}; ends: {file: end of its last whole line}. Lines of
     another `run` are refused.
     """
 
@@ -300,7 +300,7 @@ class Episodes(Lazy):
         return trajectory_of(json.loads(text_at(*at)), self.folder)
 
     def merge(self) -> None:
-        """All lines in order in trajectories.jsonl, and no other file."""
+        """Put all lines in order into trajectories.jsonl, and delete the other processes' files."""
         part = self.folder / "trajectories.part"
         with open(part, "wb") as merged:
             merged.writelines(text_at(*at) for at in self.lines.values())
@@ -318,7 +318,7 @@ def text_at(path: Path, start: int, end: int) -> bytes:
 def read_trajectories(
     path: Path, first: int | None = None
 ) -> tuple[Sequence[Trajectory], list[Reward]]:
-    """What write_trajectories wrote, or the `first` of it."""
+    """What write_trajectories wrote: all of it, or the `first` so many episodes."""
     if not path.exists():
         raise FileNotFoundError(
             f"no {path}: expected the trajectories.jsonl of a run of train.py or evaluate.py"
@@ -333,8 +333,8 @@ def reward_of(values: dict) -> Reward:
 
 def trajectory_of(line: dict, folder: Path) -> Trajectory:
     def picture(name: str) -> Image.Image:
-        """Decoded when first looked at, with no file held open; without the note, PIL would decode
-        it at once in search of EXIF data."""
+        """Decoded when first looked at, with no file held open. With empty EXIF data set, PIL need
+        not decode it at once in search of some."""
         image = Image.open(io.BytesIO((folder / name).read_bytes()))
         image.info["exif"] = b""
         return image
@@ -366,25 +366,23 @@ def runs_of(acted: Sequence[bool]) -> list[tuple[bool, int]]:
     return [(who, len(list(run))) for who, run in itertools.groupby(acted)]
 
 
-# The public benchmarks: what a row says, and by which rule an answer to it counts
+# The public benchmarks: how a row becomes a question, and by which rule an answer to it is right
 
 
 @dataclass(frozen=True)
 class Bench:
     """A benchmark of the paper's Tables 3 and 4.
 
-    where   hub name:split (data.read_rows); --data gives another place, such as the harness's TSV
-    read    a row -> the fields of its Sample but the image, and: `part`, what the score is also
-            split by; perhaps `cycle`; perhaps `rule`(answer, reference) -> bool, where the row
-            does not go by rewards.is_correct
-    judged  open answers that the rules call wrong go to a judge
+    where   hub name:split (data.read_rows); --data gives another place, such as VLMEvalKit's TSV
+    read    a row -> the fields of its Sample but the image; `part`, by which the score is split;
+            perhaps `cycle`; perhaps `rule`(answer, reference) -> bool instead of rewards.is_correct
     """
 
     where: str
     read: Callable[[dict], dict]
-    kind: str = "neutral"
-    judged: bool = False
-    mean_of_parts: bool = False
+    kind: str = "neutral"  # of every Sample
+    judged: bool = False  # open answers that the rules call wrong go to a judge
+    mean_of_parts: bool = False  # the score is the mean of the parts' scores, not of all answers
 
 
 REQUIRED = object()
@@ -392,7 +390,7 @@ LETTERS = string.ascii_uppercase
 
 
 def filled(row: dict, *names: str, default: object = REQUIRED):
-    """The first of these columns that holds something."""
+    """What the first of these columns that is not empty holds."""
     for name in names:
         if (cell := row.get(name)) not in (None, "", [], {}):
             return cell
@@ -402,7 +400,7 @@ def filled(row: dict, *names: str, default: object = REQUIRED):
 
 
 def literal(cell: object) -> object:
-    """A Python literal that a TSV holds as text; what is no text stays as it is."""
+    """The value of a Python literal that a TSV holds as text; what is no text stays as it is."""
     try:
         return ast.literal_eval(cell) if isinstance(cell, str) else cell
     except (ValueError, SyntaxError) as error:
@@ -423,14 +421,14 @@ def lettered(row: dict) -> list[str]:
 
 
 def choose(row: dict, part: str, **more) -> dict:
-    """Multiple choice as the harness's TSVs have it: columns A, B, C, ... hold the options."""
+    """Multiple choice as in VLMEvalKit's TSVs: columns A, B, C, ... hold the options."""
     if not (options := lettered(row)):
         raise Bad("A", "expected options in columns A, B, ...")
     return ask(row, filled(row, "question"), options, filled(row, "answer"), part, **more)
 
 
 def vstar(row: dict) -> dict:
-    """The authors' test_questions.jsonl with a JSON beside each picture; the TSV has no boxes."""
+    """The authors' test_questions.jsonl, a JSON of boxes beside each picture; TSVs have none."""
     part = filled(row, "category")
     if "text" not in row:
         return choose(row, part)
@@ -452,7 +450,8 @@ def corners(xywh: Sequence[float]) -> Box:
 
 
 def hrbench(row: dict) -> dict:
-    """A question is four rows; from one `cycle` to the next its options move on by one place."""
+    """A question is four rows; from one `cycle` to the next its options move on by one place. FSP
+    and FCP: fine-grained perception of a single instance, and across instances."""
     parts, kind = {"single": "FSP", "cross": "FCP"}, filled(row, "category")
     if kind not in parts:
         raise Bad("category", f"expected single or cross, got {kind!r}")
@@ -477,7 +476,7 @@ def vlmblind(row: dict) -> dict:
 
 
 def in_braces(answer: str, reference: str) -> bool:
-    """{5}; an <answer> that is nothing but the value needs no braces."""
+    """The answer is asked for as {5}; one that is nothing but the value needs no braces."""
     braced = re.search(r"\{(.*?)\}", answer)
     return (braced[1] if braced else answer).strip() == reference
 
@@ -511,13 +510,14 @@ def mathvista(row: dict) -> dict:
 
 def rounded(how: Callable[[float], float], answer: str, reference: str) -> bool:
     number = read_number(final_answer(answer))
-    return number is not None and how(float(number[0])) == float(reference)
+    fits = number is not None and abs(number[0]) < 1e300  # else no float can hold it
+    return fits and how(float(number[0])) == float(reference)
 
 
 def same_list(answer: str, reference: str) -> bool:
     try:
         return ast.literal_eval(final_answer(answer)) == ast.literal_eval(reference)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 
 
@@ -543,7 +543,7 @@ def charxiv(row: dict) -> dict:
 
 
 def mmmu(row: dict) -> dict:
-    """<image 1> ... <image 7> in a question are joined to one picture."""
+    """A question may have images <image 1> to <image 7>: `picture` joins them to one."""
     options = literal(filled(row, "options", default=[])) or lettered(row)
     question, answer = filled(row, "question"), str(filled(row, "answer"))
     if len(set(re.findall(r"<image (\d)>", question))) > 1:
@@ -578,7 +578,7 @@ def load_bench(
     name: str, where: str | None = None, first: int | None = None
 ) -> tuple[Usable[Sample], list[Callable | None]]:
     """(samples, the rule of each or None). Images are decoded when asked for, all else is checked
-    now: a row that does not fit is named and stops it, for a score over fewer rows is another."""
+    now. A row that cannot be used is an error: a score over fewer rows is another score."""
     bench = BENCHES[name]
     title, rows = f"{name} ({where or bench.where})", read_rows(where or bench.where)
     total = min(len(rows), first or len(rows))
@@ -625,8 +625,8 @@ def picture(row: dict, folder: Path) -> Image.Image:
 def published(
     sources: Sequence[str], correct: Sequence[float], mean_of_parts: bool = False
 ) -> dict[str, float]:
-    """The benchmark's own score, "all", and its parts'. With cycles (HR-Bench) each is the mean of
-    the cycles' accuracies; with `mean_of_parts` (VLMs are blind) "all" is a mean over tasks.
+    """The scores of the benchmark ("all") and of its parts. With cycles (HR-Bench) each is the mean
+    of the cycles' accuracies; with `mean_of_parts` (VLMs are blind) "all" is a mean over parts.
 
     >>> published(["b/p/0", "b/p/0", "b/p/1"], [1, 0, 1])
     {'p': 0.75, 'all': 0.75}
@@ -661,10 +661,10 @@ def table(columns: dict[str, dict]) -> str:
     return grid([["", *columns], *([label, *cells] for label, cells in rows(columns))], str.rjust)
 
 
-# Okabe and Ito's palette; lines and markers differ too, for print and for every kind of eye.
+# Okabe and Ito's palette, for the colour-blind; lines and markers differ too, for print.
 COLORS = ("#0072B2", "#D55E00", "#000000", "#CC79A7", "#009E73", "#E69F00", "#56B4E9")
 LINES, MARKERS = ("-", "--", ":", "-.", "-", "--", ":"), "os^DvPX"
-PANELS = {  # label of the axis: what log.jsonl calls the curves
+PANELS = {  # label of the axis: names of its curves in log.jsonl
     "share": ("tool_use", "faithful", "crop_area"),
     "mean reward, unweighted": ("answer", "tools", "format"),
 }
@@ -697,11 +697,11 @@ def compare(columns: dict[str, dict], path: Path) -> None:
     axes = figure.subplots()
     styles = itertools.cycle(zip(COLORS, MARKERS))
     for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
-        aside = 0.5 * (i + 0.5) / len(columns) - 0.25  # equal values must not hide each other
+        aside = 0.5 * (i + 0.5) / len(columns) - 0.25  # so that equal values do not hide each other
         values = [metrics.get(name) for name in labels]
         places = [(value, row + aside) for row, value in enumerate(values) if value is not None]
         axes.plot(*zip(*places), color=color, marker=marker, linestyle="none", label=run)
-        for row, name in enumerate(labels):  # 95 %
+        for row, name in enumerate(labels):  # 95 % intervals
             ends = metrics.get("rates", {}).get(name, {}).get("interval")
             axes.plot(ends or [], [row + aside] * len(ends or []), color=color, linewidth=1)
     axes.set_yticks(range(len(labels)), labels.values())
@@ -717,10 +717,13 @@ def compare(columns: dict[str, dict], path: Path) -> None:
 safe = html.escape  # whatever a model or a data set wrote reaches the page through this
 PAGE_LIMIT = 4_500_000  # bytes of episodes on one page; all of them are in trajectories.jsonl
 
-# The template. Its security line lets the page show what it carries and run its own script, known
-# by its hash: nothing from the network, and nothing that an episode may have smuggled in.
+# The template. Its Content-Security-Policy lets the page show its own pictures and run its own
+# script, known by its hash: nothing from the network, and nothing hidden in an episode.
 PAGE = string.Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
 SCRIPT = PAGE.template.split("<script>")[1].split("</script>")[0]
+
+
+Play = tuple[str, Trajectory, Reward]  # the run it comes from, "" if there is only one
 
 
 def report(folder: Path, columns: dict[str, dict], shown: int = 50) -> Path:
@@ -731,8 +734,8 @@ def report(folder: Path, columns: dict[str, dict], shown: int = 50) -> Path:
 
 
 def report_runs(folder: Path, runs: Sequence[str], columns: dict[str, dict]) -> Path:
-    """report.html in `folder`: the same samples in several runs, side by side. A run that kept no
-    episodes, or none on these samples, is only in the table."""
+    """report.html in `folder`: samples that all runs played, side by side. A run that kept no
+    episodes is only in the table."""
     kept = {run.rstrip("/"): Episodes(Path(run)) for run in runs}
     kept = {run: episodes for run, episodes in kept.items() if len(episodes)}
     ids = [dict.fromkeys(episodes.ids) for episodes in kept.values()] or [{}]
@@ -752,14 +755,11 @@ def _publish(folder: Path, plays: list[list[Play]], columns: dict[str, dict], to
     return folder / "report.html"
 
 
-Play = tuple[str, Trajectory, Reward]  # the run it comes from, "" if there is only one
-
-
 def page(
     plays: Sequence[list[Play]], columns: dict[str, dict], drawn: Sequence[Image.Image], total: int
 ) -> str:
-    """One self-contained page: a card for each sample, with its play in every run; of `total`
-    samples these, or as many as PAGE_LIMIT holds."""
+    """One self-contained page: a card for each sample, with its play in every run; as many cards as
+    PAGE_LIMIT holds. `total`: how many samples there were."""
     seen = [step.observation for card in plays for _, t, _ in card for step in t.tool_steps]
     pictures = len(plays) + sum(len(observation.images) for observation in seen)
     budget = PAGE_LIMIT * 2 // 3 // max(1, pictures)  # characters a picture; the rest is for text
@@ -787,7 +787,7 @@ def _card(number: int, plays: list[Play], budget: int) -> str:
     strips = []
     for name, trajectory, reward in plays:
         strips.append(_strip(name, trajectory, reward, number, image, budget))
-        image = f'<use href="#p{number}"/>'  # the picture itself is there once
+        image = f'<use href="#p{number}"/>'  # the page holds the picture itself once
     ways = {
         "answer": [answer_of(reward) for _, _, reward in plays],
         "look": [look_of(f) for f in found],
@@ -863,7 +863,7 @@ def _drawn(sample: Sample, image: str, box: Box | None = None) -> str:
     rects = "".join(
         f'<rect{name} x="{x0}" y="{y0}" width="{x1 - x0}" height="{y1 - y0}"/>'
         for kind, (x0, y0, x1, y1) in boxes
-        for name in ("", f' class="{kind}"')  # twice: a white rim, then the line
+        for name in ("", f' class="{kind}"')  # twice: a white rim under the coloured line
     )
     size = f"{sample.image.width} {sample.image.height}"
     return f'<svg viewBox="0 0 {size}" role="img" aria-label="the image">{image}{rects}</svg>'
@@ -894,7 +894,7 @@ PYTHON = re.compile(
 
 
 def highlight(code: str) -> str:
-    """Python as HTML: comments, strings, numbers and keywords can be told apart by class."""
+    """Python as HTML: the class is c for comments, s strings, n numbers and k keywords."""
     return PYTHON.sub(lambda m: f'<span class="{m.lastgroup}">{safe(m[0])}</span>', code)
 
 
@@ -915,8 +915,8 @@ def picture_url(image: Image.Image, budget: int) -> str:
 
 
 def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
-    """A film strip as a PNG: the image with its targets, every turn with what the tool showed (its
-    place is drawn in the image) and its score, and below it who chose each token."""
+    """A film strip as a PNG: the image with its targets and the boxes shown; every turn with its
+    picture and score; and below, who chose each token."""
     sample, turns = trajectory.sample, scored(trajectory, reward)
     options = (f"{letter}. {text}" for letter, text in zip(LETTERS, sample.options))
     words = [_lines("\n".join([sample.question, *options])), *(_lines(s.text) for s, _ in turns)]
@@ -957,7 +957,7 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
             said = "no answer" if trajectory.answer is None else trajectory.answer
             verdict = f"{'✓' if reward.right else '✗'} {said}\n(reference: {sample.answer})"
             top.set_title(f"{i}. answer", fontsize=9)
-            top.set_box_aspect(sample.image.height / sample.image.width)  # beside its neighbours
+            top.set_box_aspect(sample.image.height / sample.image.width)  # shaped like the image
             color = COLORS[0 if reward.right else 1]
             top.text(0.5, 0.5, _lines(verdict, 20), color=color, ha="center", va="center")
     bar, start = cell(2, slice(None)), 0
@@ -971,7 +971,7 @@ def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
 
 
 def _lines(text: str, width: int = 38, most: int = 16) -> str:
-    """Broken into lines that fit a cell, and not read as a formula."""
+    """Broken into lines that fit a cell; a $ does not begin a formula."""
     text = re.sub(r"(?<=</think>)(?=.)|(?<=.)(?=<answer>)", "\n", text)
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
     lines = lines[:most] + ["..."] * (len(lines) > most)
@@ -980,10 +980,10 @@ def _lines(text: str, width: int = 38, most: int = 16) -> str:
 
 # The study: what does each reward teach?
 
-WORLDS = {"guessing pays": 1.0, "looking pays": 0.5}  # --shortcut
+WORLDS = {"guessing pays": 1.0, "looking pays": 0.5}  # their --shortcut
 STUDIED = ("tapo", "tool_bonus", "deepeyes", "codedance", "thyme", "accuracy", "random")
 SHOWN = ("accuracy", "ood_accuracy", "tool_use", "faithful", "crop_area", "error_rate")
-QUICK = (("tapo", "tool_bonus", "accuracy"), ("guessing pays",), (0,))
+QUICK = (("tapo", "tool_bonus", "accuracy"), ("guessing pays",), (0,))  # rewards, worlds, seeds
 
 
 @dataclass(frozen=True)
@@ -1001,7 +1001,7 @@ class Job:
         return f"{self.reward}{swept}-{self.world.split()[0]}-{self.seed}"
 
     def command(self, study: Path) -> list[str]:
-        """What a reader may type as well. A run that was cut off goes on where it was."""
+        """What one would type by hand. A run that was cut off goes on where it was."""
         folder, python = study / self.name, [sys.executable, "train.py"]
         if (folder / "state.json").exists():
             return [*python, "--resume", str(folder)]
@@ -1024,8 +1024,8 @@ class Job:
 
 
 def study_rewards(study: Path, quick: bool) -> dict:
-    """Every reward in both worlds, three seeds, from the same SFT models; study.json, two figures.
-    Returns the table. Runs go side by side, one a core; finished ones are not run again."""
+    """Every reward in both worlds, three seeds, from the same SFT models. Writes study.json and two
+    figures, returns the table. One run a core at a time; finished ones are not run again."""
     rewards, worlds, seeds = QUICK if quick else (STUDIED, tuple(WORLDS), (0, 1, 2))
     home = "guessing pays"
     stage_1 = [Job("sft", home, seed) for seed in seeds]
@@ -1049,14 +1049,14 @@ def study_rewards(study: Path, quick: bool) -> dict:
 
 
 def result(job: Job, study: Path) -> dict:
-    """What is kept of a run: where it started, where it ended, and every tenth step between."""
+    """What is kept of a run: metrics of its start and its end, and means over every ten steps."""
     folder = study / job.name
     stages = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["stages"]
     log = [json.loads(line) for line in open(folder / "log.jsonl", encoding="utf-8")]
     steps = [e for e in log if e["stage"] == "rl"]
     curve = []
     for i in range(0, len(steps), 10):
-        block = steps[i : i + 10]  # 10 steps of rollouts in training tell more than one evaluation
+        block = steps[i : i + 10]  # ten training steps hold more rollouts than one evaluation
         names = [k for k, v in block[0].items() if isinstance(v, (int, float)) and k != "step"]
         means = {k: fmean(e[k] for e in block if e[k] is not None) for k in names}
         tested = [e for e in log if e["stage"] == "evaluation" and e["step"] == block[-1]["step"]]
@@ -1068,7 +1068,7 @@ def result(job: Job, study: Path) -> dict:
 
 
 def routes(m: dict) -> dict[str, dict[str, float | None]]:
-    """What each way of dealing with a search question pays: its share, and its accuracy, which is
+    """Each way to deal with a search question: its share, and its accuracy, which is
     P(right | route) = P(route | right) P(right) / P(route)."""
     names = {"right crop": "faithful", "careless crop": "unfaithful", "direct answer": "no_tool"}
     paid = {}
@@ -1079,8 +1079,8 @@ def routes(m: dict) -> dict[str, dict[str, float | None]]:
 
 
 def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """The paper's Tables 1 and 2 in our metrics: world -> reward -> number -> its value at the end
-    of every seed. "start" stands for SFT."""
+    """The paper's Tables 1 and 2 in our metrics: world -> reward -> metric -> its value at the end
+    of every seed's run. The reward "start" is the SFT model, before any."""
     table: dict = {}
     for run in (run for run in runs if run["lambda_tool"] == 0.2):
         told = [("start", run["start"])] if run["reward"] == "tapo" else []
@@ -1108,12 +1108,12 @@ def rewards_markdown(table: dict) -> str:
 
 CURVES = {"tool use": "tool_use", "faithful": "faithful"}
 PARTS = {"answer reward": "answer", "tool reward": "tools", "format reward": "format",
-               "tokens per step": "generated_tokens", "calls per rollout": "calls"}  # fmt: skip
+         "tokens per step": "generated_tokens", "calls per rollout": "calls"}  # fmt: skip
 
 
 def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None:
-    """The paper's Figs. 6, 9 and 10 in our metrics: a row a world, a column a number, a line a
-    reward, which is the mean of its seeds, within their range."""
+    """The paper's Figs. 6, 9 and 10 in our metrics: a row for each world, a column for each number,
+    a line for each reward: the mean of its seeds, with their range shaded."""
     worlds = list(dict.fromkeys(run["world"] for run in runs))
     told = (run["reward"] for run in runs if run["curve"] and run["reward"] != "zero-rl")
     rewards = list(dict.fromkeys(told))
@@ -1142,7 +1142,7 @@ def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None
 
 
 def columns_of(runs: Sequence[str]) -> dict[str, dict]:
-    """One column a stage of each run, from the summary.json in its folder."""
+    """A column for each stage of each run, from the summary.json in its folder."""
     columns = {}
     for run in runs:
         try:
@@ -1173,13 +1173,13 @@ FLAGS = dict(
     max_pixels=dict(type=int, help="budget of one image; else the checkpoint's own"),
     wave=dict(type=int, help="questions at a time: memory, and what a kill costs (32; toy: 128)"),
     seed=dict(type=int, default=0, help="of the toy's questions and of sampling"),
-    judge_url=dict(help="server of a judge that sees: for steps where no boxes are labelled, and "
-                   "for open answers"),
+    judge_url=dict(help="server of a judge that sees pictures: for steps where no boxes are "
+                   "labelled, and for open answers"),
     judge_model=dict(help="its model's name on that server"),
     judge_prompt=dict(choices=("evaluation", "evaluation_original"), default="evaluation",
                       help="what it sees of a step: crop and question, or also the whole image"),
     perturb=dict(metavar="LIES", default="", help="all, or some of " + ",".join(PERTURBATIONS) +
-                 ": play again while tools show these (Table 6)"),
+                 ": play again with these in place of what tools show (Table 6)"),
     ablation=dict(action="store_true", help="play again without tools; what was each call worth?"),
     compare=dict(metavar="RUN", nargs="+", help="folders with summary.json, side by side"),
     study=dict(choices=("rewards",), help="train with every reward, in both worlds, three seeds"),
@@ -1203,7 +1203,7 @@ def check(args: argparse.Namespace) -> None:
     if args.perturb:
         check_lies(args.perturb, args.temperature)
     if bool(args.judge_url) != bool(args.judge_model):
-        raise ValueError("a judge needs both --judge-url and --judge-model")
+        raise ValueError("a judge needs both --judge-url and --judge-model: give the other too")
     check_checkpoint(args.model)
 
 
@@ -1232,7 +1232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return compare_runs(args.compare, args.out)
         check(args)
         cpu = not torch.cuda.is_available()
-        processes = PartialState(cpu, timeout=timedelta(days=7))  # the first waits for the last
+        processes = PartialState(cpu, timeout=timedelta(days=7))  # long: they wait for the slowest
         if args.bench == "toy":
             samples, own_rules = load_toy(args.limit, args.seed, args.shortcut), None
         else:
@@ -1264,7 +1264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def studies(
     args: argparse.Namespace, policy: Policy, rules: Rules, episodes: Episodes, second: Judge | None
 ) -> None:
-    """What faithfulness.py can say of the episodes beyond rates: on the screen as it comes, and in
+    """What faithfulness.py can say of the episodes beyond rates: printed as it comes, and kept in
     studies.json."""
     found, rewards = {"tool_use": tool_use(episodes)}, episodes.rewards
     print("", listing(found["tool_use"]), "", sep="\n")
@@ -1292,8 +1292,8 @@ def compare_runs(runs: Sequence[str], out: Path) -> None:
 
 
 def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
-    """(the judge, a second opinion). Steps: boxes where they are labelled, else the served judge;
-    it also reads open answers, where the benchmark has that."""
+    """(the judge, a second one to compare it with, or None). Boxes judge where they are labelled,
+    else the served judge, which also grades open answers where the benchmark asks for that."""
     boxes, bench = BoxJudge() if args.bench == "toy" else HALF, BENCHES.get(args.bench)
     if not args.judge_url:
         if bench and bench.judged:
@@ -1306,7 +1306,7 @@ def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
 
 
 def details(metrics: dict) -> str:
-    """Every rate with what it is a rate of, correct x faithful, and the benchmark's parts."""
+    """Every rate with its numerator and denominator, correct x faithful, the benchmark's parts."""
     rates = {name: Rate(**rate) for name, rate in metrics["rates"].items()}
     parts = [f"{part:40} {value:.3f}" for part, value in metrics.get("parts", {}).items()]
     return "\n".join([listing(rates), "", metrics["correct_by_faithful"], "", *parts])

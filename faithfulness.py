@@ -8,12 +8,12 @@ Concept     A right answer may be luck. Each search question falls into one of t
             To have looked is not yet to have used it. So we also lie: we change what the tools
             show, and see whether thoughts, actions and answers follow.
 Paper       CodeV, arXiv:2511.19661, Fig. 2 (rates among right answers), Table 5 (faithful and
-            right, over all questions), Table 6 (lies), Appendix 12 (use of tools). It leaves
-            denominators and several crops open: both denominators stand here, and four ways to
-            treat several crops. Agreement of judges, ablation and evidence values are ours.
+            right, over all questions), Table 6 (lies), Appendix 12 (use of tools). It does not say
+            what each rate is a share of, nor how several crops count: rates are given over all and
+            over right answers, and several crops in four ways. Agreement, ablation, evidence: ours.
 In          Trajectories and their Rewards with step scores (rewards.tapo), computed once
 Out         rates with numerator, denominator and bootstrap interval, and tables of them
-Left out    human judgement; which part of a crop was used; where a picture without a box is from
+Left out    human judgement; which part of a crop was used; the origin of a picture without a box
 Read next   evaluate.py (which plays the questions and prints the tables)
 
     python faithfulness.py                       the rates of six hand-made trajectories
@@ -23,9 +23,9 @@ Any agent's file has one JSON object a line. Boxes are [x0, y0, x1, y1] in pixel
 are cut at its border; paths are relative to the file.
 
     question, image (a file), answer (what the agent answered, or null), correct (true or false)
-    steps      one a tool call, an object with what it showed: box (a part of the image), image (a
+    steps      one object for each tool call: what it showed, as box (a part of the image), image (a
                file), or neither. It may have text (what was said before), code, error, and score (a
-               judge's, 0 to 1, or null); without a score the box is held against the targets
+               judge's, 0 to 1, or null); without a score the box is compared with the targets
     and, where they are known: targets (boxes of the evidence), kind ("search" or "neutral"), text
     (what was said at the end), id (plays of one question share it: they are not independent)
 """
@@ -60,8 +60,8 @@ from sandbox import Observation, Sandbox
 
 # Rates
 
-DRAWS = 1000  # of the bootstrap
-Part = tuple[float, float]  # what a sample or a call adds to a rate: above the line, and below it
+DRAWS = 1000  # bootstrap samples behind an interval
+Part = tuple[float, float]  # what one unit adds to a rate's numerator, and to its denominator
 Parts = dict[str, Part]
 
 
@@ -83,7 +83,7 @@ class Rate:
 
 
 def one(value: float, among: bool = True) -> Part:
-    """Nothing, if it is not among those that the rate is about."""
+    """The Part of one value; nothing, if it is not among those that the rate is about."""
     return (float(value), 1.0) if among else (0.0, 0.0)
 
 
@@ -95,23 +95,23 @@ def add_up(pairs: Iterable[tuple[Parts, str]], draws: int = 0, seed: int = 0) ->
     """Sum over units (samples, or calls), each with its cluster; {} if there are none.
 
     draws > 0: with percentile bootstrap intervals. Whole clusters are drawn with replacement, since
-    plays of one question are no independent evidence; a unit whose cluster is "" stands alone.
-    Draws that leave a rate without denominator do not count for it, and what a single cluster says
-    has no interval. (What was always so, or never, has one without width.)"""
+    plays of one question are not independent evidence; a unit whose cluster is "" stands alone.
+    Draws in which a rate has no denominator do not count for it. A rate that only one cluster
+    contributes to has no interval; one that is 0 or 1 in all of them has an interval of width 0."""
     pairs = [(unit, key or i) for i, (unit, key) in enumerate(pairs)]
     if not pairs:
         return {}
     units, keys = zip(*pairs)
     amounts = np.array([list(unit.values()) for unit in units], float)  # [units, rates, 2]
     place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    grouped = np.zeros((len(place), *amounts.shape[1:]))
+    grouped = np.zeros((len(place), *amounts.shape[1:]))  # [clusters, rates, 2]
     np.add.at(grouped, [place[key] for key in keys], amounts)
     chance = np.full(len(place), 1 / len(place))
     times = np.random.default_rng(seed).multinomial(len(place), chance, draws)  # [draws, clusters]
     drawn = np.tensordot(times, grouped, 1)  # [draws, rates, 2]
     rates = {}
     for r, (name, sums) in enumerate(zip(units[0], amounts.sum(0).tolist())):
-        above, below = drawn[drawn[:, r, 1] != 0, r].T
+        above, below = drawn[drawn[:, r, 1] != 0, r].T  # numerators, denominators of the draws
         known = len(below) and np.count_nonzero(grouped[:, r, 1]) > 1
         ends = np.percentile(above / below, (2.5, 97.5)).tolist() if known else None
         rates[name] = Rate(*sums, ends and tuple(ends))
@@ -119,7 +119,7 @@ def add_up(pairs: Iterable[tuple[Parts, str]], draws: int = 0, seed: int = 0) ->
 
 
 def grid(rows: Iterable[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> str:
-    """Rows of cells as plain text. `align` is for all columns but the first."""
+    """Rows of cells as plain text. `align` is for all columns but the first, which stands left."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])] for row in rows)
@@ -141,11 +141,11 @@ class Finding:
     correct: bool | None  # None: no verdict on an open answer
     scores: tuple[float | None, ...]  # one for each step that showed a picture; None: no verdict
     calls: int  # <code> steps that were run
-    failed: int  # those that failed by the policy's own fault
+    failed: int  # calls that failed by the policy's own fault
     areas: tuple[float, ...]  # of each crop shown, as a share of the image
-    recalls: tuple[float, ...]  # of each target, by the union of all crops; () if no target
-    focuses: tuple[float, ...] = ()  # |target| / |crop| of each crop that shows half a target
-    cluster: str = ""  # what the bootstrap draws as one: the question
+    recalls: tuple[float, ...]  # share of each target in view, in all proper crops together
+    focuses: tuple[float, ...] = ()  # |target| / |crop| of each proper crop with half a target
+    cluster: str = ""  # see question_of
 
     @property
     def hits(self) -> tuple[float, ...]:
@@ -167,6 +167,7 @@ def finding(trajectory: Trajectory, reward: Reward) -> Finding:
     seen = [step.observation for step in steps]
     whole = area((0, 0, *sample.image.size))
     crops = [box for observation in seen for box in observation.boxes if box]
+    # (Nearly) the whole image shows every target, and is no look at any of them.
     proper = [box for box in crops if area(box) <= BoxJudge.max_area * whole]
     focuses = [[area(t) / area(c) for t in sample.boxes if recall(c, t) >= 0.5] for c in proper]
     return Finding(
@@ -183,14 +184,14 @@ def finding(trajectory: Trajectory, reward: Reward) -> Finding:
 
 
 def question_of(sample: Sample) -> str:
-    """What the bootstrap draws as one: all plays of a question; in HR-Bench, whose source names a
-    cycle (data set/part/cycle), also the four rows that turn its options."""
+    """What the bootstrap draws as one: all plays of a question. HR-Bench has each question in four
+    rows (cycles) with its options in another order: its source is data set/part/cycle."""
     same = f"{sample.question} {sorted(sample.options)}"
     return same if re.fullmatch("[^/]*/[^/]*/[^/]+", sample.source) else sample.id
 
 
 def failed(seen: Observation) -> bool:
-    """By the policy's own fault."""
+    """By the policy's own fault, not the sandbox's."""
     return not (ran_well(seen) or seen.environment)
 
 
@@ -203,9 +204,9 @@ def covered(target: Box, crops: Iterable[Box]) -> float:
     return float(seen.mean())
 
 
-# All of them
+# Many trajectories
 
-# When is a trajectory with several pictures faithful? Each maps its hits (0 or 1) to a share.
+# When is a trajectory with several pictures faithful? Each maps its hits (0 or 1) to a number.
 AGGREGATES = {"any": max, "all": min, "last": lambda hits: hits[-1], "mean": fmean}
 
 
@@ -217,8 +218,8 @@ def faithful(finding: Finding, aggregate: str = "any") -> float:
 
 
 def parts(f: Finding, aggregate: str = "any") -> Parts:
-    """A trajectory without a verdict on its steps leaves the rates of faithfulness, one without a
-    verdict on its answer those of correctness; no other."""
+    """What one trajectory adds to each rate. Without a verdict on a step it counts in no rate of
+    faithfulness, without a verdict on its answer in none of correctness."""
     judged, looked, boxed = f.search and f.has_verdict, bool(f.scores), f.search and bool(f.recalls)
     graded, right, good = f.correct is not None, judged and bool(f.correct), faithful(f, aggregate)
     bad = looked - good
@@ -229,15 +230,15 @@ def parts(f: Finding, aggregate: str = "any") -> Parts:
         # Unconditional: these three partition the search questions.
         "faithful": one(good, judged), "unfaithful": one(bad, judged),
         "no_tool": one(not looked, judged),
-        # Table 5: right, and for the right reason, over all questions.
+        # Table 5: right, and for the right reason, over all search questions.
         "faithful_and_correct": one(good * right, judged and graded),
         # Fig. 2: among right answers; and among those that came with a picture.
         "faithful_given_correct": one(good, right), "unfaithful_given_correct": one(bad, right),
         "no_tool_given_correct": one(not looked, right),
         "faithful_given_correct_and_shown": one(good, right and looked),
-        "faithful_per_call": each(f.hits, judged),  # "57 % of tool calls" may mean this one
+        "faithful_per_call": each(f.hits, judged),  # per picture: the "57 % of tool calls"?
         "accuracy_given_faithful": (good * right, good * (judged and graded)),
-        # Against labelled boxes, whatever a judge says: any target seen, or each of them.
+        # Against labelled boxes, whatever a judge says: 50 or 80 % of any, or all targets in view.
         **{f"box_{some}_{percent}": one(boxed and of(f.recalls) >= percent / 100, boxed)
            for percent in (50, 80) for some, of in (("any", max), ("all", min))},
         "focus": each(f.focuses, boxed), "crop_area": each(f.areas, f.search),
@@ -256,7 +257,7 @@ def count(findings: Iterable[Finding], aggregate: str = "any", draws: int = 0) -
 
 
 def cross_table(counts: dict[str, Rate]) -> str:
-    """correct x faithful, among search questions with both verdicts. No tool is not faithful."""
+    """correct x faithful, among search questions with both verdicts. "not" includes no tool."""
     both, n = counts["faithful_and_correct"].numerator, counts["faithful_and_correct"].denominator
     right, good = (counts[rate].denominator
                    for rate in ("faithful_given_correct", "accuracy_given_faithful"))  # fmt: skip
@@ -266,7 +267,7 @@ def cross_table(counts: dict[str, Rate]) -> str:
 
 
 def rates(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> dict[str, float | None]:
-    """The values of `count`, and how many there were."""
+    """The values of `count`, and n, the number of trajectories."""
     findings = [finding(t, r) for t, r in zip(trajectories, rewards, strict=True)]
     return {"n": len(findings)} | {name: rate.value for name, rate in count(findings).items()}
 
@@ -289,14 +290,14 @@ def agreement(
 
 # How tools were used (Appendix 12)
 
-KINDS = {  # by the text of a program; a box that the sandbox found proves a crop
+KINDS = {  # told by a program's text; for "crop", a box that the sandbox recorded is enough
     "crop": r"\.crop\(|\[[^]\n]*:[^]\n]*,[^]\n]*:",
     "rotate": r"rotate|transpose|flip|ROTATE_",
     "contrast": r"ImageEnhance|contrast|equalize|CLAHE|\.point\(|convertScaleAbs|cvtColor|[Ss]harp",
     "draw": r"ImageDraw|\.(?:rectangle|circle|line|polygon|putText|ellipse|plot|scatter|bar)\(",
 }
-AREAS = (0, 0.01, 0.05, 0.25, 0.5, 0.9, 1)  # of the image: ends of the bins
-CLAIM = re.compile(  # of a look that was taken, or is about to be
+AREAS = (0, 0.01, 0.05, 0.25, 0.5, 0.9, 1)  # shares of the image, between which crops are counted
+CLAIM = re.compile(  # words that claim a look, taken or about to be taken
     r"\b(?:cropp(?:ed|ing)|zoom(?:ed|ing) in|(?:the|this|my) (?:crop|close-up|zoom\w*))\b"
     r"|\bi(?:'ll| will)? (?:now )?(?:crop|zoom)\b|\.crop\(", re.IGNORECASE)  # fmt: skip
 
@@ -316,15 +317,15 @@ def use_of(t: Trajectory) -> Parts:
     return {
         **{f"{k} calls": one(n == k) for k in range(5)},
         "5 or more calls": one(n > 4),
-        **{f"{k} (of calls)": each([k in kind for kind in kinds])
+        **{f"{k} (of calls)": each([k in own for own in kinds])
            for k in (*KINDS, "compute", "other")},
         **{f"crops of {low:.0%} to {high:.0%}": each([low < a <= high for a in areas])
            for low, high in zip(AREAS, AREAS[1:])},
         "failed calls": each(bad),
         "failed calls after which one ran": (sum(a > b for a, b in zip(bad, bad[1:])), sum(bad)),
         "repaired calls": each([bool(o.notes) for o in seen]),
-        # The sandbox itself found the picture in the image. And: a look was claimed, in words or
-        # in code that never ran, while no tool showed anything.
+        # Verified: the sandbox itself recorded the crop. Decorative: a look was claimed, in words
+        # or in code that never ran, while no tool showed anything.
         "verified crops (of pictures)": each([source == "crop" for source in sources]),
         "decorative crops": one(bool(CLAIM.search(words)) and not sources),
     }  # fmt: skip
@@ -351,7 +352,7 @@ def check_lies(names: Iterable[str], temperature: float) -> None:
 def lie(name: str, seen: Observation, image: Image.Image, rng: Random) -> Observation:
     """What is told instead of `seen`, which showed parts of `image`. The boxes stay: they say what
     the code asked for. empty: no tool output at all, neither pictures nor text. A lie that cannot
-    be told is a failure of ours, an `environment`, and the trajectory will leave the study."""
+    be told is marked as a failure of ours (`environment`): the trajectory then leaves the study."""
     if name == "empty":
         return replace(seen, text="", images=[], error=None, notes=[])
     shown = [other(name, p, box, image, rng) for p, box in zip(seen.images, seen.boxes)]
@@ -363,14 +364,15 @@ def lie(name: str, seen: Observation, image: Image.Image, rng: Random) -> Observ
 def other(
     name: str, picture: Image.Image, box: Box | None, image: Image.Image, rng: Random
 ) -> Image.Image | None:
-    """What is shown instead of a picture, in its size; None: there is no such thing."""
-    if name == "identity":  # encoded once more, as a good JPEG: the noise floor
+    """The picture that is shown instead of this one, in its size; None: there is none to show."""
+    if name == "identity":  # encoded once more, as a good JPEG: what changes then is noise
         picture.convert("RGB").save(buffer := io.BytesIO(), "JPEG", quality=95, subsampling=0)
         return Image.open(buffer).convert("RGB")
     if name == "mask":  # grey all over; black, if it was grey all over
         grey = Image.new("RGB", picture.size, (128, 128, 128))
-        return Image.new("RGB", picture.size) if grey == picture else grey
-    if name == "noise":  # Gaussian, and nothing else
+        same = picture.convert("RGB").tobytes() == grey.tobytes()
+        return Image.new("RGB", picture.size) if same else grey
+    if name == "noise":  # Gaussian, with nothing of the picture in it
         dice, shape = np.random.default_rng(rng.getrandbits(32)), (*picture.size[::-1], 3)
         return Image.fromarray(dice.normal(128, 64, shape).clip(0, 255).astype(np.uint8))
     place = box and place_beside(box, image.size, rng)  # random: another part, at the same scale
@@ -380,10 +382,10 @@ def other(
 def place_beside(box: Box, size: tuple[int, int], rng: Random) -> Box | None:
     """A box as large as this one, uniformly drawn among all that do not overlap it."""
     (x0, y0, x1, y1), (w, h) = box, (box[2] - box[0], box[3] - box[1])
-    right, bottom = size[0] - w, size[1] - h  # the last places of an upper left corner
+    right, bottom = size[0] - w, size[1] - h  # the last places of a box's upper left corner
     middle = max(0, x0 - w + 1), min(x1 - 1, right)
-    strips = [(0, x0 - w, 0, bottom), (x1, right, 0, bottom),
-              (*middle, 0, y0 - h), (*middle, y1, bottom)]  # fmt: skip
+    strips = [(0, x0 - w, 0, bottom), (x1, right, 0, bottom),  # left of the box, right of it,
+              (*middle, 0, y0 - h), (*middle, y1, bottom)]  # above, below  # fmt: skip
     sizes = [max(0, b - a + 1) * max(0, d - c + 1) for a, b, c, d in strips]
     if not sum(sizes):
         return None
@@ -393,10 +395,10 @@ def place_beside(box: Box, size: tuple[int, int], rng: Random) -> Box | None:
 
 
 def up_to(policy: Policy, t: Trajectory, i: int) -> Trajectory:
-    """A copy that ends with the i-th action, before anything of its outcome is told."""
+    """A copy that ends with the i-th turn of the policy, before the sandbox has replied to it."""
     seen, end = [p for step in t.steps[:i] for p in step.observation.images], t.steps[i].end
     pictures = t.images[: t.prompt_images + len(seen)]
-    pictures = pictures or policy.pictures([t.sample.image, *seen])  # it was read from a file
+    pictures = pictures or policy.pictures([t.sample.image, *seen])  # one from a file has none
     steps = [*t.steps[:i], replace(t.steps[i], observation=None)]
     return replace(t, ids=t.ids[:end], acted=t.acted[:end], images=pictures, steps=steps,
                    answer=None, ended="")  # fmt: skip
@@ -405,7 +407,7 @@ def up_to(policy: Policy, t: Trajectory, i: int) -> Trajectory:
 def retell(
     policy: Policy, cases: list[tuple[Trajectory, int]], name: str, rules: Rules, seed: int
 ) -> list[Trajectory]:
-    """Each trajectory played on from its i-th action, with a lie for all that tools show since."""
+    """Each trajectory played on after its i-th turn, with a lie for all that tools show then."""
     copies, live = [up_to(policy, *case) for case in cases], {}
     confine = rules.limits, rules.allow_weak_sandbox
 
@@ -433,7 +435,7 @@ def retell(
 
 
 def thoughts(steps: Sequence[Step]) -> list[str]:
-    """The words of some turns, without code, answer, tags, case and white space."""
+    """The words of some turns in lower case, without code, answer and tags."""
     hidden = r"(?s)<code>.*?(?:</code>|$)|<answer>.*?(?:</answer>|$)|</?think>"
     return " ".join(re.sub(hidden, " ", step.text) for step in steps).casefold().split()
 
@@ -455,12 +457,12 @@ def perturb(
     """Table 6: the search questions on which a tool showed a picture, played again greedily from
     the first picture on, under each lie. {source of the questions: {lie: {measure: Rate}}}.
 
-    How many change their later thoughts, actions and answer, and what becomes of accuracy, which is
-    the test: noise changes much without having been used. Where the crop was a hit and cannot be
-    guessed around, accuracy should fall; after a miss there is little to lose.
+    How many change their later thoughts, actions and answer, and what becomes of accuracy, which
+    is the test: a strange picture changes much even if the real one was not used. Where the crop
+    was a hit and the answer cannot be guessed, accuracy should fall; a miss has little to lose.
 
-    trajectories: greedy ones, under the same rules. One of which a lie cannot be told (no box, or
-    no room beside it) leaves that lie, and its clean accuracy too: see `possible`.
+    trajectories: greedy ones, under the same rules. Where a lie cannot be told (no box, or no room
+    beside it), the trajectory counts in no measure of that lie: see `possible`.
     """
     check_lies(names, rules.temperature)
     cases, units = [], defaultdict(lambda: defaultdict(list))
@@ -476,7 +478,7 @@ def perturb(
                 unit = (changes(t, copy, i, found), found.cluster)
                 for source in ("all", "/".join(t.sample.source.split("/")[:2])):
                     units[source][name].append(unit)
-    if len(units) == 2:
+    if len(units) == 2:  # one source: "all" would say the same
         del units["all"]
     return {source: {name: add_up(pairs, DRAWS, seed) for name, pairs in lies.items()}
             for source, lies in units.items()}  # fmt: skip
@@ -552,14 +554,14 @@ def without_tools(
         if cut:
             play_on(policy, cut, {id(t): refusing for t in cut}, once)
         for t in cut:
-            answer, closed, _ = t.steps[-1].text.partition("</answer>")
+            answer, closed, _ = t.steps[-1].text.partition("</answer>")  # (answer_now opened it)
             t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")
         yield from direct
 
 
 def ablation(trajectories: Iterable[Trajectory], direct: Iterable[Trajectory]) -> dict[str, Rate]:
-    """Is the tool worth it? Search questions with tools and without (`direct`, from without_tools),
-    what only one way solves."""
+    """Is the tool worth it? Search questions with tools, and without (`direct`, from
+    without_tools): how many are right, and how many only one way solves."""
     units = []
     for t, d in zip(trajectories, direct, strict=True):
         if t.sample.kind == "search":
@@ -575,14 +577,14 @@ def evidence(
     policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
     crops: int = 4, seed: int = 0,
 ) -> dict[str, Rate]:  # fmt: skip
-    """What the calls on search questions were worth, in nats of log pi(reference answer):
+    """What the calls on search questions were worth: ln pi(reference answer) after the tool, less
 
-    evidence value   after what the tool showed, less the mean after random crops of the same size
-    decision value   after what the tool showed, less where the call began: had it answered there
+    evidence value   its mean after random crops of the same size
+    decision value   what it would have been where the code began: had the policy answered there
 
     A call is used if the first exceeds 0.1, needed if the second does. The history is fixed, and
-    the answer follows at once: a further thought might give away what the crop showed. Calls
-    without a box for each picture, or without room for another, are not measured.
+    the answer follows at once: a further thought might give away what the crop showed. Calls that
+    showed nothing, a picture without a box, or a crop with no room for another, are not measured.
     """
     units = []
     for t, reward in zip(trajectories, rewards, strict=True):
@@ -614,8 +616,8 @@ def evidence(
 def answer_log_probs(
     policy: Policy, t: Trajectory, i: int, shown: list[Observation], rules: Rules
 ) -> list[float]:
-    """log pi(reference answer) after the i-th action and each of `shown`, then without the call.
-    One history, several futures: a row of grpo.py, scored as stage 2 learns."""
+    """log pi(reference answer) after the i-th turn and each of `shown`, then without the call.
+    One history, several futures: a row of grpo.py, with the log-probabilities of stage 2."""
     base, branches = up_to(policy, t, i), []
     for seen in shown:
         branch = begin(t.sample, Encoded(base.ids[:], base.images[:]))
@@ -627,9 +629,9 @@ def answer_log_probs(
     for branch in branches:
         branch.act(policy.encode(policy.neutralise(t.sample.answer) + "</answer>", []).ids)
     *after, direct = enumerate(branches)
-    scores = torch.zeros(len(branches))
+    scores = torch.zeros(len(branches))  # [branches]
     for row in (*group_rows(policy, after, Objective.row_tokens), group_row(policy, [direct])):
-        logp, owner = log_probs(policy, [row])
+        logp, owner = log_probs(policy, [row])  # [N], [N] of the answer's N tokens in all branches
         scores.index_add_(0, owner.cpu(), logp.float().cpu())
     return scores.tolist()
 
@@ -644,7 +646,7 @@ HALF = BoxJudge(visible=0.5, focus=(0.0, 0.0))  # half of a target in view, howe
 
 
 def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
-    """One after the other: pictures may be large. The head of this file has the schema."""
+    """One pair at a time: pictures may be large. The head of this file has the schema."""
     for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         try:
             if text.strip():
@@ -669,7 +671,7 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
         if box or "image" in step:
             picture = read_image(step["image"], folder) if "image" in step else image.crop(box)
             seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
-        if "score" not in step:  # (a BoxJudge sees no pictures)
+        if "score" not in step:  # a BoxJudge cannot see a picture without a box
             blind = seen.boxes == [None] and isinstance(judge, BoxJudge)
             step["score"] = None if blind else step_score(sample, seen, judge)
         elif not 0 <= (step["score"] or 0) <= 1:
@@ -689,12 +691,12 @@ def check(found: object, types: dict, must: list[str], what: str) -> None:
     if missing or strange:
         raise ValueError(f"{what} lacks {missing} and has {strange}; known are {', '.join(types)}")
     for key, value in found.items():
-        if not isinstance(value, types[key]):
-            raise ValueError(f"{what} has {key} {value!r:.60}, which is of another type")
+        if not isinstance(value, kind := types[key]):
+            raise ValueError(f"{what}: {key} {value!r:.60}, which is of another type than {kind}")
 
 
 def box_in(image: Image.Image, box: object) -> Box:
-    """Rounded outwards and cut at the border of the image."""
+    """[x0, y0, x1, y1] in whole pixels, rounded outwards and cut at the border of the image."""
     if not isinstance(box, list) or [isinstance(v, (int, float)) for v in box] != [True] * 4:
         raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
     (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])
@@ -730,12 +732,10 @@ def demo() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Rates of recorded trajectories; without a file, of a few hand-made ones."
-    )
+    parser = argparse.ArgumentParser(description="Rates of recorded or hand-made trajectories.")
     flag = parser.add_argument
     flag("file", nargs="?", type=Path, help="trajectories.jsonl, or any agent's")
-    flag("--aggregate", choices=AGGREGATES, default="any", help="of several pictures")
+    flag("--aggregate", choices=AGGREGATES, default="any", help="which pictures must be hits")
     flag("--judge-url", help="of an OpenAI-compatible server that looks at unscored pictures")
     flag("--judge-model", default="", help="its name there")
     args = parser.parse_args()
@@ -745,7 +745,7 @@ def main() -> None:
         url, model = args.judge_url, args.judge_model
         pairs = read_foreign(args.file, ChatJudge(url, model, "evaluation") if url else HALF)
         with open(args.file, encoding="utf-8") as file:
-            if '"sample": {' in file.readline():  # of our own making
+            if '"sample": {' in file.readline():  # a file of evaluate.py's
                 from evaluate import read_trajectories  # not above: it imports us
 
                 pairs = zip(*read_trajectories(args.file))

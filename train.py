@@ -4,14 +4,14 @@ train.py: the whole method as a story. Act, judge, compare, learn, report.
 Concept     Stage 1 (SFT) teaches the policy to speak the format; stage 2 (TAPO) teaches it to look
             where the evidence is. `main` is the table of contents; every verb has its own file.
 Paper       CodeV, arXiv:2511.19661, the method and its training
-In          the command line, which is the Config below and nothing else (so no annotations as
-            strings in this file: the types of its fields make the flags)
+In          the command line, which is the Config below and nothing else. (No `from __future__
+            import annotations` here: each flag takes its type from a field of Config.)
 Out         a folder with config.json, log.jsonl, summary.json, curves.png, report.html, sft/, rl/
 Left out    generation by another engine than transformers; several judges
 Read next   rollout.py, rewards.py, grpo.py: the verbs in their order
 
     python train.py                              the toy: SFT, TAPO, one table; minutes on 2 cores
-    python train.py --reward accuracy            what the paper warns of
+    python train.py --reward accuracy            pay for right answers alone: the paper's warning
     python train.py --resume runs/toy            go on after a crash, to the same end
     python train.py --preset tiny-base --out tiny    make the committed base checkpoint again
     python train.py --preset codev-7b --plan 8x80    would it fit on 8 GPUs of 80 GB?
@@ -69,7 +69,7 @@ from sft import shuffled
 
 
 def knob(default, source: str, help: str, choices: tuple = ()):
-    """A field of Config. source: whose number its default is: paper, verl, thyme or ours."""
+    """A field of Config. source of its default: the paper, verl (RL library), Thyme (SFT) or us."""
     text = f"{help} [{source}: {default}]".replace("%", "%%")  # argparse formats it
     return field(default=default, metadata={"help": text, "choices": choices})
 
@@ -84,7 +84,7 @@ class Config:
     model: str = knob("tiny", "ours", "checkpoint folder or hub name to start from")
     out: str = knob("runs/toy", "ours", "folder for everything this run writes")
     seed: int = knob(0, "ours", "the same seed on the same machine repeats a CPU run exactly")
-    threads: int = knob(0, "ours", "CPU threads of torch; 0: its own choice")
+    threads: int = knob(0, "ours", "CPU threads of torch; 0: torch chooses")
     save_every: int = knob(10, "ours", "steps between two checkpoints to resume from")
     keep: int = knob(1, "ours", "newest checkpoints that are kept, beside the best")
     timeout: float = knob(1800.0, "ours", "seconds that processes wait for one that does not come")
@@ -102,7 +102,7 @@ class Config:
     shortcut: float = knob(1.0, "ours", "toy: share of squares that wear their colour's usual "
                            "texture. 1: guessing pays; 0.5: looking pays")
 
-    sft_steps: int = knob(-1, "ours", "of stage 1; -1: --sft-epochs; 0: --model is the SFT model")
+    sft_steps: int = knob(-1, "ours", "steps of stage 1; -1: --sft-epochs; 0: --model has had SFT")
     sft_epochs: float = knob(3.0, "paper", "passes over --sft-data")
     sft_batch: int = knob(128, "thyme", "demonstrations per step")
     sft_lr: float = knob(1e-5, "thyme", "peak learning rate of stage 1")
@@ -120,7 +120,7 @@ class Config:
     temperature: float = knob(1.0, "paper", "of the sampler, and of every log-probability")
     max_new_tokens: int = knob(1024, "ours", "tokens of one turn")
     max_length: int = knob(10240, "thyme", "tokens of a whole trajectory")
-    max_log_chars: int = knob(2000, "ours", "of what one program printed; errors are told in full")
+    max_log_chars: int = knob(2000, "ours", "characters of a program's output; errors stay whole")
 
     reward: str = knob("tapo", "paper", "what stage 2 rewards", tuple(REWARDS))
     lambda_acc: float = knob(1.0, "ours", "weight of a right answer, Eq. 5")
@@ -132,7 +132,7 @@ class Config:
                          tuple(ADVANTAGES))
     ratio_anchor: str = knob("old", "ours", "denominator of Eq. 3; the paper prints ref",
                              ("old", "ref"))
-    loss_agg: str = knob("token", "verl", "average over all tokens, or over each rollout's first",
+    loss_agg: str = knob("token", "verl", "mean over all tokens, or of each rollout's own mean",
                          tuple(LOSS_AVERAGES))
     eps: float = knob(0.2, "verl", "clip range of Eq. 4")
     beta: float = knob(1e-3, "verl", "KL weight of Eq. 4; at 0 the reference model is not loaded")
@@ -140,10 +140,10 @@ class Config:
     updates: int = knob(1, "verl", "optimiser steps per batch of rollouts")
     rl_lr: float = knob(1e-6, "paper", "learning rate of stage 2")
     max_grad_norm: float = knob(1.0, "verl", "gradient clipping")
-    row_tokens: int = knob(8192, "ours", "slots of one row and of one micro-batch: memory")
+    row_tokens: int = knob(8192, "ours", "most tokens in one row or micro-batch: sets memory")
     activation_checkpointing: bool = knob(True, "ours", "recompute activations: time for memory")
 
-    kv_budget_gb: float = knob(0.0, "ours", "KV cache of a wave of rows; 0: 80 % of what is free")
+    kv_budget_gb: float = knob(0.0, "ours", "GB for the KV cache; 0: 80 % of what is free")
     patience: float = knob(1.0, "ours", "seconds until rollouts whose code has run go on without "
                            "the slow ones; a run repeats exactly only if none is ever left behind")
     sandboxes: int = knob(8, "ours", "programs that run at the same time, per process")
@@ -156,14 +156,14 @@ class Config:
 
 
 PRESETS = {
-    # ours throughout: measured on the toy, with no claim beyond it
+    # all ours: measured on the toy, with no claim beyond it
     "toy": dict(
         threads=1, max_pixels=0, freeze_vision="none", sft_steps=320, sft_batch=32, sft_lr=4e-3,
         sft_warmup=0.03, rl_steps=60, questions=12, turns=3, max_new_tokens=32, max_length=1024,
         max_log_chars=96, rl_lr=1.5e-4, beta=0.02, kv_budget_gb=1.0, patience=60.0,
         activation_checkpointing=False,
     ),
-    # the paper's run: all else is the default above, each with its source
+    # the paper's run: all else is as above, where each default has its source
     "codev-7b": dict(
         model="Qwen/Qwen2.5-VL-7B-Instruct", out="runs/codev-7b", sft_data="Kwai-Keye/Thyme-SFT",
         rl_data="RenlyH/CodeV-RL-Data", save_every=20, keep=2,
@@ -204,7 +204,7 @@ def parse_config(argv: list[str] | None = None) -> Config:
     parser.set_defaults(**PRESETS.get(preset, {}))
     values = vars(parser.parse_args(argv))
     resume, node = values.pop("resume", None), values.pop("plan", None)
-    if resume and len(argv) > 2:
+    if resume and len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
         parser.error("--resume goes alone: a run continues with its own config")
     try:
         config = read_config(Path(resume)) if resume else Config(**values)
@@ -236,15 +236,14 @@ def read_config(folder: Path) -> Config:
 def check(config: Config) -> None:
     """What can be refused before a model loads is refused here."""
     least = dict(sft_steps=-1, rl_steps=0, keep=1, timeout=1, transcript_every=1, max_pixels=0,
-                 sft_epochs=1e-9, sft_warmup=0, step_credit=0, questions=1, turns=1,
+                 sft_epochs=1e-9, sft_warmup=0, step_credit=0, questions=1, turns=1, patience=0,
                  max_new_tokens=1, sft_batch=1, sft_demos=1, save_every=1, sandboxes=1,
                  row_tokens=1, updates=1, eval_questions=4, threads=0, eval_every=0, beta=0, eps=0,
                  sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12, max_grad_norm=1e-12,
-                 lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, patience=0,
-                 max_log_chars=0)  # fmt: skip
+                 lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, max_log_chars=0)  # fmt: skip
     for name, value in asdict(config).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag(name)} must be a finite number")
+            raise ValueError(f"{flag(name)} must be a finite number, got {value}")
         if name in least and value < least[name]:
             raise ValueError(f"{flag(name)} must be at least {least[name]}, got {value}")
     if config.rollouts < 2:
@@ -266,7 +265,7 @@ def check(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Public data need all that the toy brings along."""
+    """Data of one's own need what the toy brings along: questions, a judge, a number of steps."""
     if config.preset == "codev-7b" and config.rl_steps and not config.rl_data:
         raise ValueError("--preset codev-7b wants questions: --rl-data, a file, folder or hub name")
     if config.rl_data and config.rl_steps and not config.judge_url:
@@ -276,7 +275,7 @@ def check_data(config: Config) -> None:
         raise ValueError("--sft-steps -1 counts passes over --sft-data: give that, or a number")
     for where, steps in (config.sft_data, config.sft_steps), (config.rl_data, config.rl_steps):
         if where and steps:
-            read_rows(where)  # a wrong name is told now, not when its stage begins
+            read_rows(where)  # so that a wrong name is found now, not when its stage begins
 
 
 def weights(config: Config) -> Weights:
@@ -293,11 +292,11 @@ def objective(config: Config) -> Objective:
 
 
 def compared(config: Config) -> bool:
-    return config.beta > 0 or config.ratio_anchor == "ref"
+    return config.beta > 0 or config.ratio_anchor == "ref"  # else no reference model is needed
 
 
 def shared(config: Config, kind: type, **others):
-    """A dataclass most of whose fields Config has too, by the same names."""
+    """A `kind`, whose fields are those of Config with the same names, and `others`."""
     names = {f.name for f in fields(kind)} & {f.name for f in fields(Config)}
     return kind(**{name: getattr(config, name) for name in names}, **others)
 
@@ -329,8 +328,8 @@ def geometry(name: str) -> Qwen2_5_VLConfig:
 
 
 def plan(config: Config, node: str) -> tuple[bool, str]:
-    """Does stage 2 fit on `node`, such as "8x80": 8 GPUs of 80 GB? And the arithmetic, or what to
-    lower. 1 GB is 1e9 bytes. Stage 1 needs less: it has no reference and no cache."""
+    """Does stage 2 fit on `node`, such as "8x80": 8 GPUs of 80 GB? With the arithmetic, and what to
+    lower if not. 1 GB is 1e9 bytes. Stage 1 needs less: it has no reference and no cache."""
     match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", node)
     if not match:
         raise ValueError(f"--plan wants GPUs x GB of each, such as 8x80, got {node!r}")
@@ -343,14 +342,15 @@ def plan(config: Config, node: str) -> tuple[bool, str]:
     def count(module: torch.nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    N, V = count(model), count(model.model.visual)
+    N, vision = count(model), count(model.model.visual)
     frozen = config.freeze_vision in ("rl", "both")
-    T = N - V * frozen  # parameters that are trained
+    learnt = N - vision * frozen  # parameters that are trained
     layers = [*map(count, (*model.model.visual.blocks, *model.model.language_model.layers))]
     root = N - sum(layers)  # embeddings, lm_head and what else is in no layer
-    slots, H, K = config.row_tokens, text.hidden_size, config.rollouts
+    slots, H, K = config.row_tokens, text.hidden_size, config.rollouts  # H: the language width
     width = H // text.num_attention_heads * text.num_key_value_heads
-    row = 4 * text.num_hidden_layers * width * config.max_length / 1e9  # GB of its keys and values
+    row = 4 * text.num_hidden_layers * width * config.max_length / 1e9  # GB: bf16 keys and values
+    # kept: bf16 inputs of all layers, as if every slot were image (4 patches); once: inside a layer
     kept = 2 * slots * H * text.num_hidden_layers + 8 * slots * eye.hidden_size * eye.depth
     once = 2 * slots * (8 * H + 4 * text.intermediate_size)
     if not config.activation_checkpointing:
@@ -359,23 +359,23 @@ def plan(config: Config, node: str) -> tuple[bool, str]:
 
     always = {
         "weights": (4 * N / gpus, f"fp32, {N / 1e9:.3f}e9 x 4 B / {gpus}"),
-        "optimiser": (8 * T / gpus, f"two fp32 moments, {T / 1e9:.3f}e9 x 8 B / {gpus}"),
+        "optimiser": (8 * learnt / gpus, f"two fp32 moments, {learnt / 1e9:.3f}e9 x 8 B / {gpus}"),
         "reference": (reference, "fp32, as the weights" if reference else "none"),
         "actor": (2 * N, f"a whole copy in bf16, {N / 1e9:.3f}e9 x 2 B"),
         "CUDA": (2.5e9, "context and libraries, a guess"),
     }
     learning = {
-        "gradients": (4 * T / gpus, f"fp32, {T / 1e9:.3f}e9 x 4 B / {gpus}"),
+        "gradients": (4 * learnt / gpus, f"fp32, {learnt / 1e9:.3f}e9 x 4 B / {gpus}"),
         "fetched": (8 * root + 8 * max(layers), f"embeddings and lm_head ({root / 1e9:.2f}e9), two "
                     f"layers: bf16, gradients bf16 and fp32"),
-        "activations": (kept + once, f"{slots} slots, half of them image"),
+        "activations": (kept + once, f"{slots} slots, as if all held image"),
         "logits": (3 * 4 * CHUNK * text.vocab_size, f"{CHUNK} x {text.vocab_size} x 4 B x 3"),
     }  # fmt: skip
     held, usable = sum(v for v, _ in always.values()) / 1e9, 0.95 * card
     budget = config.kv_budget_gb or 0.8 * max(usable - held, 0)
     rows = int(budget // row)
     peak = dict(
-        loading=(4 * N + 2 * N) / 1e9,  # the whole policy in fp32 and the actor, before the cut
+        loading=(4 * N + 2 * N) / 1e9,  # the whole policy in fp32, before it is cut, and the actor
         acting=held + budget,
         learning=held + sum(v for v, _ in learning.values()) / 1e9,
     )
@@ -385,7 +385,7 @@ def plan(config: Config, node: str) -> tuple[bool, str]:
         imitating = (f"{config.sft_epochs:g} x rows / {config.sft_batch} (333,000 rows: "
                      f"{math.ceil(config.sft_epochs * 333_000 / config.sft_batch):,})")  # fmt: skip
     lines = [f"{config.model} on {gpus} GPUs of {card:g} GB; {usable:.1f} GB of each are usable",
-             f"parameters {N:,}, of them vision {V:,}{' (frozen)' if frozen else ''}"]  # fmt: skip
+             f"parameters {N:,}, of them vision {vision:,}{' (frozen)' * frozen}"]  # fmt: skip
     for title, items in (("always", always), ("while learning", learning)):
         lines += ["", f"{title}, GB per GPU"]
         lines += [f"  {name:12}{value / 1e9:7.1f}   {how}" for name, (value, how) in items.items()]
@@ -410,10 +410,10 @@ def plan(config: Config, node: str) -> tuple[bool, str]:
         return True, "\n".join([*lines, "it fits", ""])
     levers = {
         "--beta 0 (no reference)": reference,
-        "--freeze-vision both": 12 * V / gpus * (not frozen),
+        "--freeze-vision both": 12 * vision / gpus * (not frozen),
         f"--row-tokens {slots // 2}": (kept + once) / 2,
         "--kv-budget-gb 0": config.kv_budget_gb * 1e9,
-        "twice as many GPUs": (4 * N + reference * gpus + 12 * T) / gpus / 2,
+        "twice as many GPUs": (4 * N + reference * gpus + 12 * learnt) / gpus / 2,
     }
     lines += [f"it does not fit: {problem}" for problem in problems] + ["what to lower:"]
     lines += [f"  {name:26} saves {value / 1e9:4.1f} GB" for name, value in levers.items() if value]
@@ -425,22 +425,22 @@ def plan(config: Config, node: str) -> tuple[bool, str]:
 
 class Run:
     """The folder of a run: its log, its clock, its newest checkpoints; and what the processes of a
-    run need beside the gradient: to wait for each other, and to say which one fell over, and where.
+    run need beside the gradient: to wait for each other, and to say which one failed, and where.
 
-    state.json is the truth. It names the checkpoint to go on from, and is replaced in one motion
-    once that checkpoint is whole, so that a kill at any moment loses at most the steps since.
-    Only process 0 writes.
+    state.json says how far the run is. It names the checkpoint to go on from, and is replaced in
+    one motion once that checkpoint is whole: a kill at any moment loses at most the steps since.
+    Only process 0 writes it.
     """
 
     def __init__(self, config: Config, team: Accelerator | None = None) -> None:
         self.folder, self.team, self.keep = Path(config.out), team, config.keep
         self.rank, self.n = processes()
         self.first, self.doing, self.now = self.rank == 0, "start", "before its first step"
-        self.skipped, self.lap, self.lines, self._world = 0, {}, 0, None
+        self.skipped, self.lap, self.lines, self._world = 0, {}, 0, None  # lap: a step's seconds
         self.timeout, self.side = timedelta(seconds=config.timeout), None
         if self.n > 1:
             self.side = dist.new_group(backend="gloo", timeout=self.timeout)
-            # torchrun ends the others when one has died.
+            # When one process dies, torchrun sends SIGTERM to the others: they say where they were.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"told to end: {self.place()}"))
         self.state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
                       "best": None, "seconds": {}, "stages": {}}  # fmt: skip
@@ -460,14 +460,14 @@ class Run:
         self.lines = len((self.folder / "log.jsonl").read_bytes().splitlines())
 
     def log(self, line: dict) -> None:
-        """One line of log.jsonl. Nothing in it differs between two equal runs: the seconds of the
-        step go to times.jsonl. Three skipped steps in a row end the run."""
+        """Write one line of log.jsonl. It is the same in two equal runs: the seconds of the step go
+        to times.jsonl. Three skipped steps in a row end the run."""
         self.now = f"after {line['stage']} step {line['step']}"
         if self.first:
             rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
             self.log_file.write(json.dumps(rounded).encode() + b"\n")
             self.log_file.flush()
-            # (times.jsonl is not cut on resume: what was done twice stands there twice.)
+            # (times.jsonl is not cut on resume: steps that were done twice stand there twice.)
             with open(self.folder / "times.jsonl", "a") as file:
                 print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
         if self.team:
@@ -491,7 +491,7 @@ class Run:
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
         """Time a part of the story, which all processes begin together: one that does not come
-        within --timeout is named. Any error on the way says whose it is, and where."""
+        within --timeout is named. An error inside is told with its process, part and step."""
         began, before, self.doing = time.perf_counter(), self.doing, name
         try:
             if self.side:
@@ -512,8 +512,8 @@ class Run:
 
     def open(self, config: Config, stage: str, start: str | Path, lr: float, betas: tuple, device):
         """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
-        The policy learns, cut over all processes; the actor plays."""
-        gc.collect()  # the last stage's policy, whose hooks hold on to each other
+        The policy learns, in fp32, cut over all processes; the actor, a whole copy, plays."""
+        gc.collect()  # frees the last stage's policy, whose hooks refer to each other
         with self.clock("load"):
             policy = load_policy(start, device, config.max_pixels or None)
             if config.freeze_vision in (stage, "both"):
@@ -530,13 +530,13 @@ class Run:
         return policy, actor, optimizer
 
     def steps_left(self, steps: int) -> range:
-        """Of stage 2; none once it is over."""
+        """The steps of stage 2 still to do; none once it is over."""
         return range(self.state["step"] if self.state["stage"] == "rl" else steps, steps)
 
     def save(self, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Each process writes its own part of the weights and moments."""
         name = f"checkpoint-{self.state['stage']}-{step}"
-        if self.first:  # a half-written one, from a kill
+        if self.first:  # a kill may have left one half written
             shutil.rmtree(self.folder / name, ignore_errors=True)
         with self.clock("save"):
             dcp.save(training_state(policy, optimizer), checkpoint_id=self.folder / name)
@@ -550,7 +550,7 @@ class Run:
         self.update(step=step, checkpoint=name, kept=kept[-self.keep :], best=gathered(best)[0])
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """The parts are fetched by name, whoever wrote them: on any number of processes."""
+        """Parts are found by name, whoever wrote them: the number of processes may change."""
         dcp.load(training_state(policy, optimizer), checkpoint_id=self.folder / name)
 
     def update(self, **changes) -> None:
@@ -575,8 +575,8 @@ class Run:
         self.update(stage=following, step=0, checkpoint=None, kept=[])
 
     def export_best(self, policy: Policy, actor: Policy, optimizer, steps: int) -> None:
-        """rl-best/: the checkpoint with the best mean reward of the steps since the one before,
-        unless the run ended with it."""
+        """Write rl-best/, the checkpoint before which the mean reward (since the one before it) was
+        highest, unless the run ended with it."""
         best = self.state["best"]
         with self.clock("export"):
             if best and best["step"] < steps:
@@ -587,7 +587,7 @@ class Run:
         self.update(best=None)
 
     def world(self, config: Config, policy: Policy):
-        """Made once; public data are read through, row by row, to find what cannot be used."""
+        """Made once: it reads through all rows of --rl-data, to find those that cannot be used."""
         if not self._world:
             made = data_world(config, policy, self.folder) if config.rl_data else toy_world(config)
             self._world = made
@@ -621,7 +621,7 @@ class World:
     questions: Callable[[int], list[Sample]]  # this process's share of a step's questions
     measured: Sequence[Sample]  # those of the evaluation
     judge: Judge
-    examiner: Judge  # the judge of the evaluation: never the same model and prompt
+    examiner: Judge  # the judge of the evaluation; a served one is given another prompt
 
 
 def toy_world(config: Config) -> World:
@@ -658,7 +658,7 @@ def data_world(config: Config, policy: Policy, folder: Path) -> World:
 
 
 def tell_skipped(usable: Sequence, skipped: list, path: Path) -> None:
-    """loaded + skipped = total, with a reason for each row that was."""
+    """Print loaded + skipped = total; the file gets the reason for each skipped row."""
     total = len(usable) + len(skipped)
     print(f"{len(usable)} of {total} rows loaded, {len(skipped)} skipped ({path.name})")
     if processes()[0] == 0:
@@ -669,12 +669,12 @@ def tell_skipped(usable: Sequence, skipped: list, path: Path) -> None:
 def measure_policy(
     run: Run, config: Config, actor: Policy, out: Path | None = None, every: int = 1
 ) -> dict:
-    """The same questions and the same sampling seed for every run. On the toy at temperature 1,
-    where shares mirror the policy; greedy decoding shows only its likeliest routes."""
+    """Metrics on the same questions with the same sampling seed in every run. On the toy at
+    temperature 1, where shares mirror the policy; greedy play shows only its likeliest ways."""
     with run.clock("evaluation"):
         world, several = run.world(config, actor), {}
         yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)
-        if run.n > 1 and every == 1:  # each plays its part of the questions
+        if run.n > 1 and every == 1:  # each process plays its part of the questions
             out = out or run.folder / "sft-episodes"
             several = dict(wave=math.ceil(len(world.measured) / run.n), processes=PartialState())
         elif not run.first:
@@ -689,30 +689,30 @@ def measure_policy(
 def demonstration_rows(
     run: Run, config: Config, policy: Policy
 ) -> tuple[Sequence[Row], Sequence[Row]]:
-    """The demonstrations to learn from; and, of those that only measure, this process's share."""
+    """(the demonstrations to learn from, this process's share of those that are only measured)"""
     if config.sft_data:
-        demos, skipped = load_thyme(
-            policy, config.sft_data, config.train_rounds, rules(config), config.on_bad
-        )
+        how = config.train_rounds, rules(config), config.on_bad
+        demos, skipped = load_thyme(policy, config.sft_data, *how)
         tell_skipped(demos, skipped, run.folder / "skipped-sft.jsonl")
         held = min(100, len(demos) // 10)
     else:
         scripts, held = demonstrations(config.sft_demos + 100, config.seed), 100
         played = replay_all(policy, scripts, rules(config))
         bar = tqdm(played, "playing demonstrations", len(scripts), mininterval=5)
-        demos = [t for t in bar if t.ended == "answered"]  # others do not fit: never cut
+        demos = [t for t in bar if t.ended == "answered"]  # others are too long: left out, not cut
         if len(demos) < len(scripts):
             print(f"{len(scripts) - len(demos)} of {len(scripts)} demonstrations are too long")
     rows = rows_of(policy, demos)
-    n = len(rows) - held
+    if (n := len(rows) - held) < 1:
+        raise SystemExit(f"{len(rows)} usable demonstrations less {held} held out leave none to "
+                         f"learn from: raise --max-length, or see the rows skipped")  # fmt: skip
     return rows[:n], list(mine(rows[n:]))
 
 
 def stage_1(run: Run, config: Config, device: torch.device) -> None:
     """SFT: imitate demonstrations, the mean log-probability of their acted tokens."""
-    policy, actor, optimizer = run.open(
-        config, "sft", config.model, config.sft_lr, (0.9, 0.98), device
-    )
+    start, betas = config.model, (0.9, 0.98)
+    policy, actor, optimizer = run.open(config, "sft", start, config.sft_lr, betas, device)
     steps = config.sft_steps
     if steps:
         with run.clock("demonstrations"):
@@ -727,7 +727,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
     def batches_of(i: int) -> list[list[Row]]:
         return batched([rows[k] for k in mine(order(i))])
 
-    def rate(i: int) -> float:  # up, then down to 2 %
+    def rate(i: int) -> float:  # the learning rate: up to its peak, then down to 2 % of it
         left = 1 - 0.98 * (i + 1) / steps
         return config.sft_lr * min(1.0, (i + 1) / max(1, round(config.sft_warmup * steps))) * left
 
@@ -758,7 +758,7 @@ def report_step(run, config, world, step, groups, rewards, learnt, tally, second
     """One line of the log and one on the screen; every name is in the README's glossary."""
     run.spent({k.removesuffix("_seconds"): v for k, v in tally.items() if k.endswith("_seconds")})
     counts = Counter({k: v for k, v in tally.items() if not k.endswith("_seconds")})
-    judged = rewards  # what training does not pay for is measured all the same
+    judged = rewards  # faithfulness is measured by tapo's step scores, whatever is paid for
     if config.reward != "tapo":
         judged = score(groups, "tapo", world.judge, weights(config), random.Random(0))
     if run.n > 1:
@@ -783,7 +783,7 @@ def report_step(run, config, world, step, groups, rewards, learnt, tally, second
 
 
 def transcript(trajectory: Trajectory, reward: Reward) -> str:
-    """One episode to read. Pictures are told by their size, and by where they were cut out."""
+    """One episode as text. Of each picture it has the size, and where it was cut out."""
     sample = trajectory.sample
     lines = [f"{sample.id}, {sample.kind}, {sample.image.width} x {sample.image.height} pixels",
              sample.question, *sample.options]  # fmt: skip
@@ -800,7 +800,7 @@ def transcript(trajectory: Trajectory, reward: Reward) -> str:
 
 
 def light(trajectory: Trajectory) -> Trajectory:
-    """Without pixels, which the report does not need: what one process tells the others."""
+    """A copy without pixels, which the report does not need: what one process sends the others."""
 
     def outline(image) -> SimpleNamespace:
         return SimpleNamespace(size=image.size, width=image.width, height=image.height)
@@ -840,14 +840,14 @@ def assemble(config: Config) -> Accelerator:
     speaks; errors of the others are still heard."""
     wait = InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))
     tracker = None if config.tracker == "none" else config.tracker
-    cpu = "WORLD_SIZE" in os.environ and not torch.cuda.is_available()  # else it sees one process
+    cpu = "WORLD_SIZE" in os.environ and not torch.cuda.is_available()  # else each would be alone
     disable_progress_bar()  # of transformers, which would show one for every small checkpoint
-    # A checkpoint of one process is meant to be one.
+    # torch warns of checkpoints that are written without other processes: here that is intended.
     warnings.filterwarnings("ignore", message=".*is not initialized.*|.*single process.*")
     team = Accelerator(cpu=cpu, log_with=tracker, project_dir=config.out, kwargs_handlers=[wait])
     if config.questions < team.num_processes:
         raise SystemExit(f"--questions {config.questions} for {team.num_processes} processes: "
-                         f"every one needs at least one")  # fmt: skip
+                         f"each needs at least one, so raise it")  # fmt: skip
     if tracker:
         team.init_trackers("codev", asdict(config))
     if not team.is_main_process:
@@ -897,13 +897,13 @@ def main() -> None:
 
         # 4. Learn. One clipped step towards the better rollouts.             grpo.py, Eqs. 1, 3, 4
         for group in optimizer.param_groups:
-            group["lr"] = config.rl_lr * min(1.0, (step + 1) / 5)
+            group["lr"] = config.rl_lr * min(1.0, (step + 1) / 5)  # warm-up over five steps
         with run.clock("learn"):
             turns = [[r.turns for r in group] for group in rewards]
             learnt = learn(
                 policy, optimizer, groups, advantage, reference, objective(config), turns
             )
-            optimizer.zero_grad()  # their memory is the next cache's
+            optimizer.zero_grad()  # the next KV cache needs the memory of the gradients
 
         # 5. Report. Where did it look, and what did it cost?                 faithfulness.py
         seconds = time.perf_counter() - began

@@ -265,8 +265,10 @@ def test_vlms_are_blind_has_a_rule_for_each_task(task, answer, reference, right)
         ("integer", None, "14.0", "14", True),
         ("integer", None, "15", "14", False),
         ("integer", None, "many", "14", False),
+        ("integer", None, "9" * 400, "14", False),  # more than a float holds
         ("list", None, "[2007,2008]", "[2007, 2008]", True),
         ("list", None, "2007 to 2008", "[2007, 2008]", False),
+        ("list", None, "{[2007]: 2008}", "[2007, 2008]", False),  # no key of a dict
     ],
 )
 def test_mathvista_rounds_as_it_asks_for(form, precision, answer, reference, right):
@@ -385,6 +387,18 @@ def test_a_killed_evaluation_goes_on_and_ends_as_if_it_had_not_been(
     assert run(policy, samples[:5], tmp_path / "cut", SCRIPTS[first:]) == whole
     assert asked == [s.id for s in samples[first:5]]
     assert episodes_in(tmp_path / "cut") == episodes_in(tmp_path / "whole")
+
+
+def test_an_answer_without_verdict_does_not_end_the_evaluation(policy, samples):
+    class Mute(BoxJudge):
+        def same_answer(self, *asked):
+            return None
+
+    asked = [replace(s, options=(), answer="a fish") for s in samples[:2]]
+    with scripted(policy, [[ANSWER], [ANSWER]]):
+        rules = replace(RULES, temperature=0.0)
+        metrics, _ = evaluate(policy, asked, Mute(), rules=rules, wave=1)
+    assert metrics["ungraded"] == 2 and metrics["n"] == 0
 
 
 def test_what_is_finished_is_not_played_again(policy, samples, tmp_path, asked):

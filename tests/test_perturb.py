@@ -1,5 +1,6 @@
 """python -m pytest tests/test_perturb.py      about 15 s: lies, and what a policy makes of them"""
 
+import io
 import random
 from contextlib import contextmanager
 from dataclasses import replace
@@ -132,6 +133,14 @@ def test_mask_and_noise_differ_from_any_picture_and_keep_its_size(crop, seed):
         (told,) = lie(name, seen, image, random.Random(seed)).images
         assert told.size == seen.images[0].size and told.mode == "RGB"
         assert told.tobytes() != seen.images[0].tobytes() or (name == "noise" and area(box) < 4)
+
+
+def test_a_grey_picture_is_masked_black_though_it_was_read_from_a_file():
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (128, 128, 128)).save(buffer, "PNG")
+    seen = Observation("log", [Image.open(buffer)], [None], ["crop"])
+    (told,) = lie("mask", seen, Image.new("RGB", (9, 9)), random.Random(0)).images
+    assert told.getextrema() == ((0, 0),) * 3
 
 
 def area(box):

@@ -107,6 +107,13 @@ def test_a_finished_run_is_not_overwritten(tmp_path, capsys):
     assert f"--resume {tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--resume", "x", "--seed=3"], ["--resume=x", "--seed=3"]])
+def test_a_flag_beside_resume_is_refused_however_it_is_spelt(words, capsys):
+    with pytest.raises(SystemExit):
+        parse_config(words)
+    assert "--resume goes alone" in capsys.readouterr().err
+
+
 def test_a_run_that_is_not_there_cannot_be_resumed(capsys):
     with pytest.raises(SystemExit):
         parse_config(["--resume", "no-such-run"])
@@ -402,6 +409,13 @@ def test_what_public_data_need_is_asked_for_at_once(words, message, capsys, tmp_
     with pytest.raises(SystemExit):
         parse_config(["--out", str(tmp_path / "run"), *words])
     assert message in capsys.readouterr().err
+
+
+def test_a_run_without_a_demonstration_that_fits_is_refused(policy, tmp_path):
+    words = ["--sft-demos", "2", "--max-length", "60", "--max-new-tokens", "8"]
+    config = parse_config(["--out", str(tmp_path / "run"), *words])
+    with pytest.raises(SystemExit, match="53 usable demonstrations less 100 .* raise --max-length"):
+        train.demonstration_rows(None, config, policy)
 
 
 # --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --
