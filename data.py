@@ -69,7 +69,7 @@ class Sample:
     answer   the reference: a text or number; if there are options, a letter or the text of one
     options  their texts, without letters
     kind     "search": the evidence must be looked for; "neutral": the overview suffices, and tools
-             can only cost (red lines; Eq. 6 as we read the paper's task types)
+             can only cost (red lines; Eq. 6 by task type, as notes on the paper have it)
     boxes    where the evidence is, in pixels of `image`; empty if nobody labelled it
     source   the data set
     """
@@ -525,8 +525,8 @@ COLUMNS = {
     "source": ("data_source", "source", "dataset"),
 }
 
-# A sample's kind follows from a word in the name of its source. In the paper rewards differ by task
-# type; the words are ours, for none are printed. Without one: "search" (--describe: "assumed").
+# A sample's kind follows from a word in the name of its source. That rewards differ by task type is
+# known from notes on the paper; the words are ours. Without one: "search" (--describe: "assumed").
 KINDS = {"thinklite": "neutral", "geo": "neutral", "math": "neutral", "tabmwp": "neutral",
          "vstar": "search", "chart": "search", "arxivqa": "search"}  # fmt: skip
 
@@ -662,7 +662,7 @@ def named(source: str, words: Iterable[str]) -> str | None:
     return next((word for word in words if word in name), None)
 
 
-# The paper's filters (Sec. on RL data): sources, labels, difficulty
+# The paper's filters of its RL data: sources, labels, difficulty
 
 EXTERNAL = ("okvqa",)  # sources whose questions need knowledge no image holds (the paper names one)
 
@@ -699,8 +699,8 @@ def by_difficulty(
     max_accuracy: float = 0.9, answer_judge=None, batch: int = 16,
 ) -> list[Verdict]:  # fmt: skip
     """Drop what the model answers right in more than max_accuracy of n tries: with the paper's 8
-    and 0.9, 8 of 8. What it never answers right stays, as in the paper. name: the model's, for
-    the record. answer_judge: a ChatJudge for open answers; without one texts are compared."""
+    and 0.9, 8 of 8. What it never answers right stays (the paper names no lower cut). name: the
+    model's, for the record. answer_judge: a ChatJudge for open answers; without one texts are compared."""
     import torch
 
     from rewards import BoxJudge, Weights, score

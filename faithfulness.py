@@ -10,7 +10,8 @@ Concept     A right answer may be luck. Each search question falls into one of t
 Paper       CodeV, arXiv:2511.19661, Fig. 2 (rates among right answers), Table 5 (faithful and
             right, over all questions), Table 6 (lies), Appendix 12 (use of tools). It does not say
             what each rate is a share of, nor how several crops count: rates are given over all and
-            over right answers, and several crops in four ways. Agreement, ablation, evidence: ours.
+            over right answers, several crops in four ways. Ours: agreement of judges, the identity
+            lie, accuracy under lies, ablation, evidence.
 In          Trajectories and their Rewards with step scores (rewards.tapo), computed once
 Out         rates with numerator, denominator and bootstrap interval, and tables of them
 Left out    human judgement; which part of a crop was used; the origin of a picture without a box

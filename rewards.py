@@ -338,8 +338,8 @@ class BoxJudge:
     """Is a target in view, and is the crop about it? Exact, where targets are labelled.
 
     In view: recall = |crop ∩ target| / |target|. Main content: focus = |target| / |crop|. The best
-    pair of a crop and a target counts: one target of several is enough (the paper's rubric). What
-    is no pure crop scores 0, a drawing for example, and so does (nearly) the whole image.
+    pair of a crop and a target counts: one target of several is enough (by notes on the paper's
+    rubric). What is no pure crop scores 0, a drawing for example; so does (nearly) the whole image.
     The defaults fit the toy: a crop of one or two cells scores 1, of up to four 0.5, of more 0.
     """
 
@@ -413,8 +413,8 @@ def step_score(
 def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float | None:
     """Eq. 6: r_tool = mean of r_t over the tool steps; 0 if there are none; None: no verdict.
 
-    A mean, so that one good crop shown five times never earns more than once. Its price: useless
-    steps water down a red line, from -1 towards 0, though never above.
+    A mean, so that five good crops never earn more than one. Its price: useless steps water down a
+    red line, from -1 towards 0, though never above.
     """
     pairs = zip(trajectory.tool_steps, scores, strict=True)
     own = [score for step, score in pairs if not step.observation.environment]

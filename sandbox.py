@@ -59,14 +59,14 @@ WALLS = {"files", "calls", "rights", "sizes", "disk"}       # lock_in puts them 
 
 @dataclass(frozen=True)
 class Limits:
-    seconds: float = 10.0       # paper: wall clock of a call; then the worker is killed
+    seconds: float = 10.0       # as in Thyme: wall clock of a call; then the worker is killed
     start: float = 30.0         # wall clock of a worker's start; then the machine is to blame
     memory: int = 2 << 30       # bytes of address space
     file: int = 16 << 20        # bytes in one file
     disk: int = 64 << 20        # bytes in the private folder
     text: int = 20_000          # bytes of output per call
     error: int = 300            # characters of an error message
-    images: int = 5             # paper: images per call
+    images: int = 5             # as in the released code: images per call
 
 
 @dataclass

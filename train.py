@@ -69,7 +69,8 @@ from sft import shuffled
 
 
 def knob(default, source: str, help: str, choices: tuple = ()):
-    """A field of Config. source of its default: the paper, verl (RL library), Thyme (SFT) or us."""
+    """A field of Config. source of its default: the paper, notes by others on it, verl (RL
+    library), Thyme (SFT) or us."""
     text = f"{help} [{source}: {default}]".replace("%", "%%")  # argparse formats it
     return field(default=default, metadata={"help": text, "choices": choices})
 
@@ -96,9 +97,9 @@ class Config:
                          "name; empty: the toy's")
     rl_data: str = knob("", "ours", "questions: file, folder or hub name; empty: the toy's")
     on_bad: str = knob("skip", "ours", "a row that cannot be used", ("skip", "stop"))
-    max_pixels: int = knob(3_211_264, "thyme", "pixel budget of one image; 0: the checkpoint's own")
+    max_pixels: int = knob(3_211_264, "thyme", "pixels of one image (in RL: ours); 0: the model's own")
     judge_url: str = knob("", "ours", "OpenAI-compatible server of the judge; key: JUDGE_API_KEY")
-    judge_model: str = knob("Qwen/Qwen2.5-VL-32B-Instruct", "paper", "the judge's name there")
+    judge_model: str = knob("Qwen/Qwen2.5-VL-32B-Instruct", "notes", "the judge's name there")
     shortcut: float = knob(1.0, "ours", "toy: share of squares that wear their colour's usual "
                            "texture. 1: guessing pays; 0.5: looking pays")
 
@@ -119,18 +120,18 @@ class Config:
     turns: int = knob(5, "ours", "T, turns of one rollout, in training and in its evaluation")
     temperature: float = knob(1.0, "paper", "of the sampler, and of every log-probability")
     max_new_tokens: int = knob(1024, "ours", "tokens of one turn")
-    max_length: int = knob(10240, "thyme", "tokens of a whole trajectory")
+    max_length: int = knob(10240, "thyme", "tokens of a whole trajectory (in RL: ours)")
     max_log_chars: int = knob(2000, "ours", "characters of a program's output; errors stay whole")
 
     reward: str = knob("tapo", "paper", "what stage 2 rewards", tuple(REWARDS))
     lambda_acc: float = knob(1.0, "ours", "weight of a right answer, Eq. 5")
     lambda_tool: float = knob(0.2, "ours", "weight of what the tools showed, Eq. 5")
     lambda_fmt: float = knob(0.2, "ours", "weight of the format penalty; 0 gives the printed Eq. 5")
-    gate_tool_on_correct: bool = knob(False, "paper", "pay tools only where the answer is right")
+    gate_tool_on_correct: bool = knob(False, "notes", "pay tools only where the answer is right")
     step_credit: float = knob(0.0, "ours", "adds this much of a step's own score to its advantage")
     adv_norm: str = knob("none", "paper", "divide advantages by the group's deviation?",
                          tuple(ADVANTAGES))
-    ratio_anchor: str = knob("old", "ours", "denominator of Eq. 3; the paper prints ref",
+    ratio_anchor: str = knob("old", "ours", "denominator of Eq. 3; notes on the paper have ref",
                              ("old", "ref"))
     loss_agg: str = knob("token", "verl", "mean over all tokens, or of each rollout's own mean",
                          tuple(LOSS_AVERAGES))
@@ -183,8 +184,9 @@ def parse_config(argv: list[str] | None = None) -> Config:
     first.add_argument("--preset", default="toy")
     preset = first.parse_known_args(argv)[0].preset
     parser = argparse.ArgumentParser(
-        description="Train with TAPO. Defaults shown are those of the preset; [paper], [verl] and "
-        "[thyme] say where the default of the 7B run comes from, [ours] that it is our choice.",
+        description="Train with TAPO. Defaults shown are those of the preset; [paper], [notes] (on "
+        "it), [verl] and [thyme] say where the default of the 7B run comes from, [ours] that it is "
+        "our choice.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -746,7 +748,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
 
 
 def reference_of(config: Config, sft: Path, device: torch.device) -> Policy | None:
-    """pi_ref of Eqs. 3 and 4: the SFT model, if anything is compared with it."""
+    """pi_ref of Eqs. 1, 3 and 4: the SFT model, if anything is compared with it."""
     if not compared(config):
         return None
     reference = load_policy(sft, device, config.max_pixels or None)

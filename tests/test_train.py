@@ -49,7 +49,7 @@ def test_every_flag_has_help_a_default_and_a_source(capsys):
     out = capsys.readouterr().out
     for f in fields(Config):
         assert f"--{f.name.replace('_', '-')} " in out
-        source = re.search(r"\[(paper|verl|thyme|ours): (.*)\]$", f.metadata["help"])
+        source = re.search(r"\[(paper|notes|verl|thyme|ours): (.*)\]$", f.metadata["help"])
         assert source and source[2] == str(f.default)
     defaults = " ".join(out.split()).count("(default:")
     assert defaults == len(fields(Config))
@@ -81,8 +81,8 @@ def test_the_config_is_the_command_line(tmp_path):
         (["--questions", "0"], "--questions must be at least 1, got 0"),
         (["--temperature", "0"], "--temperature must be above 0"),
         (["--shortcut", "1.2"], "between 0 and 1, got 1.2"),
-        (["--lambda-tool", "1.0"], "must be below the answer's (Eq. 5), got tools 1.0"),
-        (["--lambda-tool", "-1.5"], "must be below the answer's (Eq. 5), got tools -1.5"),
+        (["--lambda-tool", "1.0"], "below the answer's (Eq. 5), got tools 1.0"),
+        (["--lambda-tool", "-1.5"], "below the answer's (Eq. 5), got tools -1.5"),
         (["--max-length", "32"], "leaves no room"),
         (["--model", "no/such/folder/at/all"], "no checkpoint"),
         (["--resume", "no-such-run"], "--resume goes alone"),
