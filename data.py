@@ -700,7 +700,7 @@ def by_difficulty(
 ) -> list[Verdict]:  # fmt: skip
     """Drop what the model answers right in more than max_accuracy of n tries: with the paper's 8
     and 0.9, 8 of 8. What it never answers right stays (the paper names no lower cut). name: the
-    model's, for the record. answer_judge: a ChatJudge for open answers; without one texts are compared."""
+    model's, for the record. answer_judge: a ChatJudge for open answers; else texts are compared."""
     import torch
 
     from rewards import BoxJudge, Weights, score

@@ -727,9 +727,10 @@ Play = tuple[str, Trajectory, Reward]  # the run it comes from, "" if there is o
 
 
 def report(folder: Path, columns: dict[str, dict], shown: int = 50) -> Path:
-    """report.html: the first episodes of the folder, and its figures."""
+    """report.html: episodes of the folder, evenly spread over it, and its figures."""
     episodes = Episodes(folder)
-    plays = [[("", t, r)] for t, r in zip(episodes[:shown], episodes.rewards)]
+    picked = spread(range(len(episodes)), shown)
+    plays = [[("", episodes[i], episodes.rewards[i])] for i in picked]
     return _publish(folder, plays, columns, len(episodes))
 
 
@@ -741,10 +742,15 @@ def report_runs(folder: Path, runs: Sequence[str], columns: dict[str, dict]) -> 
     ids = [dict.fromkeys(episodes.ids) for episodes in kept.values()] or [{}]
     common = [id for id in ids[0] if all(id in own for own in ids)]
     plays = []
-    for id in common[: max(1, 50 // len(runs))]:
+    for id in spread(common, max(1, 50 // len(runs))):
         at = {run: episodes.ids.index(id) for run, episodes in kept.items()}  # its first play
         plays.append([(run, kept[run][i], kept[run].rewards[i]) for run, i in at.items()])
     return _publish(folder, plays, columns, len(common))
+
+
+def spread(items: Sequence, most: int) -> Sequence:
+    """At most so many of them, from the first on, evenly spread."""
+    return items[:: max(1, math.ceil(len(items) / most))]
 
 
 def _publish(folder: Path, plays: list[list[Play]], columns: dict[str, dict], total: int) -> Path:

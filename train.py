@@ -97,7 +97,7 @@ class Config:
                          "name; empty: the toy's")
     rl_data: str = knob("", "ours", "questions: file, folder or hub name; empty: the toy's")
     on_bad: str = knob("skip", "ours", "a row that cannot be used", ("skip", "stop"))
-    max_pixels: int = knob(3_211_264, "thyme", "pixels of one image (in RL: ours); 0: the model's own")
+    max_pixels: int = knob(3_211_264, "thyme", "pixels of an image (RL: ours); 0: the model's own")
     judge_url: str = knob("", "ours", "OpenAI-compatible server of the judge; key: JUDGE_API_KEY")
     judge_model: str = knob("Qwen/Qwen2.5-VL-32B-Instruct", "notes", "the judge's name there")
     shortcut: float = knob(1.0, "ours", "toy: share of squares that wear their colour's usual "

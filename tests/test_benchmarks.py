@@ -566,7 +566,7 @@ def test_runs_are_shown_side_by_side_on_the_samples_they_share(policy, samples, 
     main(["--compare", *runs, "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<article") == 2 and page.count("<section>") == 4
-    assert "the first 2 of 2 episodes" in page
+    assert "2 of 2 episodes" in page
     assert page.count('<image id="p') == 2  # one picture for both strips
     assert [page.count(f"<b>{run}</b>") for run in runs] == [2, 2, 0]
     assert f'<th scope="col">{runs[2]} rl' in page
