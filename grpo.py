@@ -73,12 +73,14 @@ ADVANTAGES = {"none": advantage_mean, "std": advantage_std}
 
 def clipped_surrogate(logp_new: Tensor, logp_anchor: Tensor, A: Tensor, eps: float) -> Tensor:
     """Eq. 4, first term: min(r A, clip(r, 1 - eps, 1 + eps) A), never above r A. [N] -> [N]"""
-    ratio = (logp_new - logp_anchor).exp()  # Eq. 3; anchor: pi_old, or pi_ref as printed
+    ratio = (logp_new - logp_anchor).exp()  # Eq. 3; anchor: pi_old, or pi_ref as in notes
     return torch.minimum(ratio * A, ratio.clamp(1 - eps, 1 + eps) * A)
 
 
 def kl_k3(logp_new: Tensor, logp_ref: Tensor) -> Tensor:
-    """KL(pi || pi_ref) of Eqs. 1 and 4 by the k3 estimate: never negative, 0 at equality. [N]"""
+    """KL(pi || pi_ref) of Eqs. 1 and 4 by the k3 estimate: never negative, 0 at equality. [N]
+    Its mean over tokens of pi is that KL. Its gradient, as a loss, is that of KL(pi_ref || pi): the
+    same close to pi_ref, not far from it."""
     gap = logp_ref - logp_new
     return gap.exp() - gap - 1
 
@@ -219,7 +221,8 @@ def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tupl
         ids[b, :n], segment[b, :n], positions[:, b, :n] = row.ids, row.segment, row.positions
     before = torch.ones(L, L, dtype=torch.bool).tril()  # [L, L]
     own = segment[:, :, None] == segment[:, None, :]  # [B, L, L]
-    sees = before & (own | (segment == 0)[:, None, :])  # [B, L, L] slot i may look at slot j
+    # s_t of Eq. 3, what a token is chosen on: slot i may look at slot j.
+    sees = before & (own | (segment == 0)[:, None, :])  # [B, L, L]
     device = policy.device
     scorer = policy.scorer or Scorer(policy)
     logp = scorer(
@@ -348,7 +351,7 @@ class Objective:
     eps: float = 0.2  # clip range
     beta: float = 1e-3  # KL weight; without a reference the term is 0
     temperature: float = 1.0  # of the rollouts: what was sampled is what is scored
-    ratio_anchor: str = "old"  # "old": the sampler; "ref": the SFT model, as printed
+    ratio_anchor: str = "old"  # "old": the sampler; "ref": the SFT model, as in notes
     loss_agg: str = "token"  # a key of LOSS_AVERAGES
     # Mini-o3's over-turn masking, a deviation: rollouts that ran out of turns or length stay in the
     # baseline of their group, but none of their tokens is learnt from.
@@ -426,7 +429,7 @@ def learn(
             w = weight[owner]  # [N]
             surrogate = clipped_surrogate(logp_new, anchor, A, objective.eps)
             kl = kl_k3(logp_new, logp_ref)
-            loss = -(w * (surrogate - objective.beta * kl)).sum()  # Eq. 4
+            loss = -(w * (surrogate - objective.beta * kl)).sum()  # -J, Eq. 4
             loss.backward()
             if not loss.isfinite():
                 broken |= {trajectories[i].sample.id for i in owner.tolist()}

@@ -4,8 +4,8 @@ rewards.py: what a trajectory earns, in named parts.
 Concept     A right answer pays. Having looked in the right place pays a little more, and there
             only what a tool *showed* counts: the judge is handed the question and the output of
             one step, never a thought or code, so a fluent story about the wrong crop earns 0.
-Paper       CodeV, arXiv:2511.19661, Eqs. 5 and 6; Fig. 9 shows that a format reward exists. The
-            paper's only number is |lambda_tool| < |lambda_acc|: all values below are ours.
+Paper       CodeV, arXiv:2511.19661, Eqs. 5 and 6; Fig. 9 shows that a format reward exists. Notes
+            on it give only |lambda_tool| < |lambda_acc|: all values below are ours.
 In          groups of Trajectories (K rollouts of one question), a judge, weights
 Out         one Reward a trajectory, its parts kept apart, with credit for single turns if any
 Left out    training a judge; rewards that probe the policy itself (TACO, CounterCredit)
@@ -299,18 +299,19 @@ class JudgeRequest:
     reference answer. What a program prints or draws is still the policy's voice: a judge that reads
     must not trust it."""
 
-    question: str
+    question: str  # Q
     targets: tuple[Box, ...]  # labels, for BoxJudge alone: Eq. 6 has no such input
-    images: tuple[Image.Image, ...]  # what the step showed, in order
-    boxes: tuple[Box | None, ...]  # the region that each shows; None: no pure crop
-    sources: tuple[str, ...]  # how each came about: as in sandbox.Observation
-    text: str  # what the code printed
+    images: tuple[Image.Image, ...]  # o_t: what the step showed, in order
+    boxes: tuple[Box | None, ...]  # metadata_t: what region each shows; None: no pure crop
+    sources: tuple[str, ...]  # metadata_t: how each came about, as in sandbox.Observation
+    text: str  # o_t: what the code printed
     original: Image.Image  # for its size, to cut the crops again, and for "evaluation_original"
     options: tuple[str, ...]  # for that prompt alone: options make judges laxer
 
 
-# A score in [0, 1]; None: no verdict. A judge of open answers also has `same_answer(question,
-# reference, reply) -> bool | None`, one that several threads may ask `concurrency`: how many.
+# Eq. 6's Judge: a score in [0, 1]; None: no verdict. One that grades open answers also has
+# `same_answer(question, reference, reply) -> bool | None`; one that threads may share also has
+# `concurrency`, how many of them at a time.
 Judge = Callable[[JudgeRequest], float | None]
 
 
@@ -388,7 +389,7 @@ def step_scores(trajectory: Trajectory, judge: Judge) -> tuple[float | None, ...
 def step_score(
     sample: Sample, seen: Observation, judge: Judge, shown_before: bool = False
 ) -> float | None:
-    """Eq. 6, one step: r_t = Judge(Q, o_t, metadata_t).
+    """Eq. 6, one step: its score r_t = Judge(Q, o_t, metadata_t). (Eq. 3's r_t is a ratio.)
 
     a failure of ours            None; the step drops out of the mean
     a red line                     -1, whatever else the step showed: the good crop shown again is
@@ -423,16 +424,16 @@ def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float
 
 @dataclass(frozen=True)
 class Weights:
-    """The lambdas of Eq. 5; with format 0 it is as printed. Two switches, both off in the paper:
+    """The lambdas of Eq. 5, which has no lambda_fmt. Two switches, both off by default:
 
-    gate_tool_on_correct  r_tool is paid only where the answer is right (the paper does not gate)
+    gate_tool_on_correct  r_tool is paid only where the answer is right (by notes: it is not gated)
     step_credit           ours: a step's score, less the mean over the group's steps, times this,
                           is added to the advantage of that step's own tokens
     """
 
-    answer: float = 1.0
-    tools: float = 0.2
-    format: float = 0.2
+    answer: float = 1.0  # lambda_acc
+    tools: float = 0.2  # lambda_tool
+    format: float = 0.2  # lambda_fmt
     gate_tool_on_correct: bool = False
     step_credit: float = 0.0
 

@@ -77,7 +77,7 @@ class Step:
 
 @dataclass
 class Trajectory:
-    """Eq. 2: tau = (x, a_1, o_1, a_2, ..., a_T), flat.
+    """Eq. 2: tau = (x, a_1, o_1, a_2, ..., a_T), flat. h before a step is ids[: step.start].
 
     tokens           acted   why
     prompt, image    False   the question
@@ -351,7 +351,7 @@ class Dice(LogitsProcessor):
         reached = p.cumsum(-1)  # [B, V]
         # (A draw is at most 1 - 2^-24: far enough from 1 for the rounding of a float64 sum.)
         beyond = reached > self.draws[:, ids.shape[1] - self.start, None] * reached[:, -1:]
-        return (beyond & (p > 0)).float()  # argmax: the first of the 1s
+        return (beyond & (p > 0)).float()
 
 
 def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -597,7 +597,8 @@ def begin(sample: Sample, prompt: Encoded, dice: str = "") -> Trajectory:
 
 
 def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | None:
-    """The policy acted. Returns the code to run; None if there is none and the episode is over."""
+    """The policy acted: a_t, which Dice drew. Returns the code to run; None if there is none and the
+    episode is over."""
     start = len(trajectory.ids)
     trajectory.act(reply)
     text = policy.tokenizer.decode(reply, skip_special_tokens=True)
@@ -615,8 +616,8 @@ def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | Non
 def listen(
     policy: Policy, trajectory: Trajectory, seen: Observation, pictures: list[Picture], rules: Rules
 ) -> Encoded | None:
-    """The world replied. Returns the piece that was appended, or None if the episode is over: it
-    was the last turn, or the piece would not fit (it is then absent as a whole, never cut)."""
+    """The world replied: o_t. Returns the piece that was appended, or None if the episode is over:
+    it was the last turn, or the piece would not fit (it is then absent as a whole, never cut)."""
     trajectory.steps[-1].observation = seen
     if len(trajectory.steps) == rules.turns:
         trajectory.ended = "turns"
