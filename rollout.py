@@ -597,7 +597,7 @@ def begin(sample: Sample, prompt: Encoded, dice: str = "") -> Trajectory:
 
 
 def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | None:
-    """The policy acted: a_t, which Dice drew. Returns the code to run; None if there is none and the
+    """The policy acted: a_t, drawn by Dice. Returns the code to run; None if there is none and the
     episode is over."""
     start = len(trajectory.ids)
     trajectory.act(reply)

@@ -143,6 +143,22 @@ def test_k3_averages_to_the_kl_divergence():
     torch.testing.assert_close((p * kl_k3(p.log(), q.log())).sum(), expected)
 
 
+def test_as_a_loss_k3_pulls_like_the_divergence_of_the_reference_from_the_policy():
+    logits = torch.tensor([0.9, -0.2, 0.1], requires_grad=True)
+    q = torch.tensor([0.3, 0.3, 0.4])
+
+    def pull(loss):
+        return torch.autograd.grad(loss, logits)[0]
+
+    logp = logits.log_softmax(0)
+    p = logp.detach().exp()  # how often each token is drawn: that is no part of the gradient
+    own = pull((p * kl_k3(logp, q.log())).sum())
+    logp = logits.log_softmax(0)
+    torch.testing.assert_close(own, pull((q * (q.log() - logp)).sum()))  # KL(ref || pi)
+    logp = logits.log_softmax(0)
+    assert (own - pull((logp.exp() * (logp - q.log())).sum())).abs().max() > 0.02  # KL(pi || ref)
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6))
 def test_loss_averages_agree_with_their_definitions(lengths):
     token, sequence = (
