@@ -144,7 +144,7 @@ def test_k3_averages_to_the_kl_divergence():
 
 
 def test_as_a_loss_k3_pulls_like_the_divergence_of_the_reference_from_the_policy():
-    logits = torch.tensor([0.9, -0.2, 0.1], requires_grad=True)
+    logits = torch.tensor([2.0, -0.2, 0.1], requires_grad=True)  # far from q
     q = torch.tensor([0.3, 0.3, 0.4])
 
     def pull(loss):
