@@ -761,6 +761,8 @@ def asked_once(
 def read_record(file: Path, setting: dict) -> dict[str, dict]:
     lines = [json.loads(line) for line in whole_lines(file).splitlines()]
     for line in lines:
+        if not isinstance(line, dict) or not {"setting", "key"} <= set(line):
+            raise ValueError(f"{file} is no record of a filter: give another --out, or move it")
         if line["setting"] != setting:
             raise ValueError(f"{file} was made with {line['setting']}, and this is {setting}: give "
                              f"another --out, or delete it")  # fmt: skip
@@ -875,6 +877,17 @@ def budget_of(policy: Policy) -> int:
 # The command line
 
 
+def check_out(out: Path, where: str) -> None:
+    """A filter must not write over what it reads."""
+    if out.suffix != ".parquet" or out.is_dir():
+        raise ValueError(f"--out {out}: expected the name of a file that ends in .parquet")
+    source = Path(where if Path(where).exists() else where.rsplit(":", 1)[0]).resolve()
+    for file in (out, out.with_suffix(".jsonl"), out.with_suffix(".txt")):
+        if file.resolve().is_relative_to(source):  # it is the input, or lies in that folder
+            raise ValueError(f"--out {out} would write {file} over its input {where}, or into it: "
+                             f"give another --out")  # fmt: skip
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         "data.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -923,6 +936,9 @@ def run(options: argparse.Namespace) -> str:
         raise ValueError("--check-labels needs --judge-url and --judge-model")
     if options.difficulty and not options.model:
         raise ValueError("--difficulty needs --model")
+    where = options.drop_sources or options.check_labels or options.difficulty
+    if where:
+        check_out(options.out, where)
     rules = Rules(turns=options.turns, max_length=options.max_length,
                   max_new_tokens=options.max_new_tokens,
                   allow_weak_sandbox=options.allow_weak_sandbox)  # fmt: skip
@@ -939,7 +955,6 @@ def run(options: argparse.Namespace) -> str:
     fits = options.difficulty and (
         lambda s: check_fits(policy, s, policy.encode_prompt(s, False), rules)
     )
-    where = options.drop_sources or options.check_labels or options.difficulty
     samples, rows = load_rl(where, fits=fits), read_rows(where)
     record = options.out.with_suffix(".jsonl")
     if options.drop_sources:

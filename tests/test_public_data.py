@@ -415,6 +415,13 @@ def test_a_record_of_another_setting_is_not_reused(tmp_path):
         data.asked_once(samples, lambda some: [{}] * len(some), {"n": 4}, record, 4)
 
 
+def test_a_file_that_is_no_record_is_not_touched(tmp_path):
+    (record := tmp_path / "d.jsonl").write_text(written := '{"problem": "?"}\n[1')
+    with pytest.raises(ValueError, match="d.jsonl is no record of a filter"):
+        data.asked_once(load_rl(RL), lambda some: [{}] * len(some), {}, record, 4)
+    assert record.read_text() == written
+
+
 def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch):
     samples, record, asked = load_rl(RL), tmp_path / "d.jsonl", []
     ask = lambda some: [asked.append(s.id) or {"right": 1} for s in some]  # noqa: E731
@@ -522,3 +529,25 @@ def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
 def test_a_command_that_cannot_work_says_what_to_do(words, said):
     with pytest.raises(SystemExit, match=said):
         command(*words)
+
+
+@pytest.mark.parametrize("where, out, said", [
+    ("a.jsonl", "b.txt", "ends in .parquet"),
+    ("a.jsonl", "b.jsonl", "ends in .parquet"),
+    ("a.jsonl", "dir.parquet", "ends in .parquet"),
+    ("a.jsonl", "a.parquet", "would write .*a.jsonl over its input"),
+    ("a.parquet", "dir.parquet/../a.parquet", "over its input"),
+    ("link.jsonl", "a.parquet", "over its input"),
+    (".", "b.parquet", "or into it"),
+    (".:a", "a.parquet", "or into it"),
+])  # fmt: skip
+def test_a_filter_does_not_write_over_what_it_reads(tmp_path, where, out, said):
+    (tmp_path / "a.jsonl").write_text(json.dumps(FLAT | {"image": "a.png"}))
+    parquet(tmp_path / "a.parquet", [FLAT])
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "dir.parquet").mkdir()
+    before = {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(SystemExit, match=said):
+        command("--drop-sources", f"{tmp_path}/{where}", "--out", f"{tmp_path}/{out}")
+    assert before == {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}
