@@ -43,7 +43,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
 from typing import TYPE_CHECKING, NamedTuple
@@ -603,6 +603,8 @@ def load_rl(
 
 def rl_sample(row: dict, number: int, folder: Path) -> Sample:
     """One row as a Sample, or Bad, which names the field that is to blame."""
+    from rewards import read_choice  # which imports this module
+
     for field in ("image", "question", "answer"):
         if cell_of(row, field) is None:
             raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
@@ -621,22 +623,32 @@ def rl_sample(row: dict, number: int, folder: Path) -> Sample:
     options, boxes = row.get("options") or [], row.get("boxes") or []
     if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
         raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
-    choices = [*LETTERS[: len(options)], *map(str.upper, options)]
+    texts = [option.strip() for option in options]
+    choices = [*LETTERS[: len(options)], *map(str.upper, texts)]
     if not answer or options and answer.upper() not in choices:
         raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
+    if len(set(texts)) < len(texts) or options and read_choice(answer, tuple(options)) is None:
+        raise Bad("options", f"the answer {answer!r} should name one of options that all differ, "
+                             f"got {reprlib.repr(options)}")  # fmt: skip
     kind = row.get("kind") or KINDS.get(named(source, KINDS), "search")
     if kind not in ("search", "neutral"):
         raise Bad("kind", f"expected 'search' or 'neutral', got {kind!r}")
-    try:  # rounded outwards
-        whole = tuple((*map(math.floor, (a, b)), *map(math.ceil, (c, d))) for a, b, c, d in boxes)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise Bad("boxes", f"expected [x0, y0, x1, y1] each, got {reprlib.repr(boxes)}") from error
     id = str(row.get("id") or f"{source or 'row'}-{number}")
     try:
         image = read_image(cell, folder)
-        return Sample(id, image, question, answer, tuple(options), kind, whole, source)
+        sample = Sample(id, image, question, answer, tuple(options), kind, (), source)
     except ValueError as error:
         raise Bad("image", str(error)) from error
+    W, H = image.size
+    try:  # rounded outwards, cut at the border
+        whole = tuple((max(math.floor(x0), 0), max(math.floor(y0), 0),
+                       min(math.ceil(x1), W), min(math.ceil(y1), H))
+                      for x0, y0, x1, y1 in boxes)  # fmt: skip
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Bad("boxes", f"expected [x0, y0, x1, y1] each, got {reprlib.repr(boxes)}") from error
+    if any(x0 >= x1 or y0 >= y1 for x0, y0, x1, y1 in whole):
+        raise Bad("boxes", f"one has no pixel of the {W}x{H} image: {reprlib.repr(boxes)}")
+    return replace(sample, boxes=whole)
 
 
 def cell_of(row: dict, field: str):

@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import math
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import data
+import rewards
 import rollout
 from data import Bad, Lazy, Rows, load_rl, read_image, read_rows
 from rewards import ChatJudge
@@ -279,7 +281,17 @@ BAD = [
     (FLAT | {"answer": "AB", "options": ["one", "two"]}, "answer", "neither a letter nor a text"),
     (FLAT | {"options": "(A) one"}, "options", "expected a list of texts, got '.A. one'"),
     (FLAT | {"options": ["one", None]}, "options", "expected a list of texts"),
+    (FLAT | {"answer": "x", "options": ["x", "x"]}, "options", "'x' should name one of options"),
+    (FLAT | {"answer": "A", "options": ["red", "red "]}, "options", "that all differ, got"),
+    (FLAT | {"answer": "cat", "options": ["cat", "a cat"]}, "options", "should name one of"),
     (FLAT | {"boxes": [1, 2, 3, 4]}, "boxes", "x0, y0, x1, y1"),
+    (FLAT | {"boxes": [[1, 2, 3, math.nan]]}, "boxes", "x0, y0, x1, y1"),
+    (FLAT | {"boxes": [[1, 2, 3, math.inf]]}, "boxes", "x0, y0, x1, y1"),
+    (FLAT | {"boxes": [[1, 2, 3, "4"]]}, "boxes", "x0, y0, x1, y1"),
+    (FLAT | {"boxes": [[1, 2, 3, 4], [9, 2, 3, 4]]}, "boxes", "no pixel of the 480x320 image"),
+    (FLAT | {"boxes": [[1, 2, 1, 4]]}, "boxes", "no pixel"),
+    (FLAT | {"boxes": [[480, 2, 500, 4]]}, "boxes", "no pixel"),
+    (FLAT | {"boxes": [[-9, -9, 0, 0]]}, "boxes", "no pixel"),
     (FLAT | {"kind": "chart"}, "kind", "'search' or 'neutral', got 'chart'"),
 ]
 
@@ -289,6 +301,16 @@ def test_a_bad_row_names_its_field_and_the_reason(row, field, words, tmp_path):
     with pytest.raises(Bad, match=words) as bad:
         data.rl_sample(row, 0, tmp_path)
     assert bad.value.field == field
+
+
+def test_boxes_are_rounded_outwards_and_cut_at_the_border():
+    row = FLAT | {"boxes": [[1.2, 2, 2.5, 4], [-5, 300.5, 9999, 1e300]]}
+    assert data.rl_sample(row, 0, Path()).boxes == ((1, 2, 3, 4), (0, 300, 480, 320))
+
+
+def test_options_may_differ_in_blanks_from_the_answer():
+    row = FLAT | {"answer": "red", "options": ["red ", "green"]}
+    assert rewards.is_correct("A", data.rl_sample(row, 0, Path()))
 
 
 def test_nothing_is_lost_silently(tmp_path):
