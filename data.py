@@ -677,10 +677,11 @@ def named(source: str, words: Iterable[str]) -> str | None:
 # The paper's filters of its RL data: sources, labels, difficulty
 
 EXTERNAL = ("okvqa",)  # sources whose questions need knowledge no image holds (the paper names one)
+VERDICTS = ("keep", "drop", "unsure")
 
 
 class Verdict(NamedTuple):
-    word: str  # keep, drop, unsure, or "no verdict"
+    word: str  # one of VERDICTS, or "no verdict"
     reason: str
 
 
@@ -771,14 +772,23 @@ def asked_once(
 
 
 def read_record(file: Path, setting: dict) -> dict[str, dict]:
-    lines = [json.loads(line) for line in whole_lines(file).splitlines()]
-    for line in lines:
+    known: dict[str, dict] = {}
+    for number, text in enumerate(whole_lines(file).splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number} is no JSON: {error}. Correct the line, or "
+                             f"delete it: its question is then asked again") from error  # fmt: skip
         if not isinstance(line, dict) or not {"setting", "key"} <= set(line):
             raise ValueError(f"{file} is no record of a filter: give another --out, or move it")
         if line["setting"] != setting:
             raise ValueError(f"{file} was made with {line['setting']}, and this is {setting}: give "
                              f"another --out, or delete it")  # fmt: skip
-    return {line["key"]: line for line in lines}
+        if "right" not in line and line.get("verdict") not in VERDICTS:  # right: by_difficulty's
+            raise ValueError(f"{file}, line {number}: expected a verdict of {', '.join(VERDICTS)}, "
+                             f"got {line.get('verdict')!r}: correct the word")  # fmt: skip
+        known[line["key"]] = line
+    return known
 
 
 def whole_lines(file: Path) -> bytes:

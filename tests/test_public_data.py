@@ -400,6 +400,20 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
     assert again.asked == ["chart-4"]
 
 
+@pytest.mark.parametrize("was, now, said", [
+    ('"unsure"', '"Keep"', "line 2: expected a verdict of keep, drop, unsure, got 'Keep'"),
+    ('"verdict": "unsure", ', "", "line 2: expected a verdict of keep, drop, unsure, got None"),
+    ('"unsure"', '"keep', "line 2 is no JSON: "),
+])  # fmt: skip
+def test_a_slip_in_an_edited_record_is_named(tmp_path, was, now, said):
+    samples, record = load_rl(RL), tmp_path / "labels.jsonl"
+    judge = FakeJudge({samples[1].id: ("unsure", "blurred")})
+    data.by_label(samples, judge, record)
+    record.write_text(record.read_text().replace(was, now))
+    with pytest.raises(ValueError, match=f"labels.jsonl, {said}"):
+        data.by_label(samples, judge, record)
+
+
 def test_the_served_judge_can_be_asked_about_labels():
     judge = ChatJudge("http://127.0.0.1:9/v1", "name")
     assert judge.model == "name" and judge.concurrency > 0 and callable(judge.check_label)
@@ -407,7 +421,7 @@ def test_the_served_judge_can_be_asked_about_labels():
 
 def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
     samples, record, asked = load_rl(RL), tmp_path / "labels.jsonl", []
-    ask = lambda some: [asked.append(s.id) or {"verdict": s.id} for s in some]  # noqa: E731
+    ask = lambda some: [asked.append(s.id) or {"right": s.id} for s in some]  # noqa: E731
     whole = data.asked_once(samples, ask, {}, record, batch=2)
     written = record.read_bytes()
     for cut in (0, 1, len(written) // 2, len(written) - 1):
