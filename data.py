@@ -457,7 +457,9 @@ def _table(file: Path):
         path = glob.escape(str(file.absolute()))  # a name may hold brackets
         table = datasets.load_dataset(kind, data_files=path, split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        why = error.__cause__ or error
+        why = str(error.__cause__ or error)
+        if "corresponds to no data" in why or "BatchSize must be greater than 0" in why:
+            why = "it has no rows"  # in the words of `datasets`, of text and parquet
         raise ValueError(f"{file} cannot be read as {file.suffix}: {why}") from error
 
     def leave_undecoded(feature) -> None:
@@ -958,8 +960,14 @@ def run(options: argparse.Namespace) -> str:
         raise ValueError("--check-labels needs --judge-url and --judge-model")
     if options.difficulty and not options.model:
         raise ValueError("--difficulty needs --model")
-    where = options.drop_sources or options.check_labels or options.difficulty
-    if where:
+    given = (options.describe, options.drop_sources, options.check_labels, options.difficulty)
+    where = next(word for word in given if word is not None)
+    if not where:
+        raise ValueError("WHERE is empty: expected a file, a folder or a hub name")
+    for name, number in (("samples", options.samples), ("batch", options.batch)):
+        if number < 1:
+            raise ValueError(f"--{name} is at least 1, got {number}")
+    if not options.describe:
         check_out(options.out, where)
     rules = Rules(turns=options.turns, max_length=options.max_length,
                   max_new_tokens=options.max_new_tokens,

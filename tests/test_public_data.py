@@ -212,12 +212,16 @@ def test_what_cannot_be_read_says_so(tmp_path, monkeypatch):
     for name, text, words in (
         ("a.jsonl", '{"a": 1}\nnot json\n', "a.jsonl cannot be read as .jsonl: JSON parse error"),
         ("b.jsonl", "", "b.jsonl is empty"),
-        ("d.csv", "a,b\n", "d.csv cannot be read as .csv: .* no data"),
+        ("d.csv", "a,b\n", "d.csv cannot be read as .csv: it has no rows"),
+        ("e.json", "[]", "e.json cannot be read as .json: it has no rows"),
         ("c.txt", "x", "c.txt: expected a file that ends in one of .parquet, .jsonl"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=words):
             read_rows(tmp_path / name)
+    Dataset.from_dict({"a": []}).to_parquet(tmp_path / "f.parquet")  # as if nothing was kept
+    with pytest.raises(ValueError, match="f.parquet cannot be read as .parquet: it has no rows"):
+        read_rows(tmp_path / "f.parquet")
     with pytest.raises(FileNotFoundError, match="neither a file, a folder nor a hub name"):
         read_rows("gone.parquet")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -561,6 +565,10 @@ def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     (("--difficulty", RL), "--difficulty needs --model"),
     (("--describe", "gone.parquet"), "no data in gone.parquet"),
     (("--describe", SFT), "give --model"),
+    (("--describe", ""), "WHERE is empty"),
+    (("--drop-sources", ""), "WHERE is empty"),
+    (("--difficulty", RL, "--model", "tiny", "--samples", 0), "--samples is at least 1, got 0"),
+    (("--difficulty", RL, "--model", "tiny", "--batch", 0), "--batch is at least 1, got 0"),
 ])  # fmt: skip
 def test_a_command_that_cannot_work_says_what_to_do(words, said):
     with pytest.raises(SystemExit, match=said):
