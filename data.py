@@ -43,7 +43,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
 from typing import TYPE_CHECKING, NamedTuple
@@ -457,7 +457,9 @@ def _table(file: Path):
         path = glob.escape(str(file.absolute()))  # a name may hold brackets
         table = datasets.load_dataset(kind, data_files=path, split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        why = error.__cause__ or error
+        why = str(error.__cause__ or error)
+        if "corresponds to no data" in why or "BatchSize must be greater than 0" in why:
+            why = "it has no rows"  # in the words of `datasets`, of text and parquet
         raise ValueError(f"{file} cannot be read as {file.suffix}: {why}") from error
 
     def leave_undecoded(feature) -> None:
@@ -603,6 +605,8 @@ def load_rl(
 
 def rl_sample(row: dict, number: int, folder: Path) -> Sample:
     """One row as a Sample, or Bad, which names the field that is to blame."""
+    from rewards import read_choice  # which imports this module
+
     for field in ("image", "question", "answer"):
         if cell_of(row, field) is None:
             raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
@@ -621,22 +625,32 @@ def rl_sample(row: dict, number: int, folder: Path) -> Sample:
     options, boxes = row.get("options") or [], row.get("boxes") or []
     if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
         raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
-    choices = [*LETTERS[: len(options)], *map(str.upper, options)]
+    texts = [option.strip() for option in options]
+    choices = [*LETTERS[: len(options)], *map(str.upper, texts)]
     if not answer or options and answer.upper() not in choices:
         raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
+    if len(set(texts)) < len(texts) or options and read_choice(answer, tuple(options)) is None:
+        raise Bad("options", f"the answer {answer!r} should name one of options that all differ, "
+                             f"got {reprlib.repr(options)}")  # fmt: skip
     kind = row.get("kind") or KINDS.get(named(source, KINDS), "search")
     if kind not in ("search", "neutral"):
         raise Bad("kind", f"expected 'search' or 'neutral', got {kind!r}")
-    try:  # rounded outwards
-        whole = tuple((*map(math.floor, (a, b)), *map(math.ceil, (c, d))) for a, b, c, d in boxes)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise Bad("boxes", f"expected [x0, y0, x1, y1] each, got {reprlib.repr(boxes)}") from error
     id = str(row.get("id") or f"{source or 'row'}-{number}")
     try:
         image = read_image(cell, folder)
-        return Sample(id, image, question, answer, tuple(options), kind, whole, source)
+        sample = Sample(id, image, question, answer, tuple(options), kind, (), source)
     except ValueError as error:
         raise Bad("image", str(error)) from error
+    W, H = image.size
+    try:  # rounded outwards, cut at the border
+        whole = tuple((max(math.floor(x0), 0), max(math.floor(y0), 0),
+                       min(math.ceil(x1), W), min(math.ceil(y1), H))
+                      for x0, y0, x1, y1 in boxes)  # fmt: skip
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Bad("boxes", f"expected [x0, y0, x1, y1] each, got {reprlib.repr(boxes)}") from error
+    if any(x0 >= x1 or y0 >= y1 for x0, y0, x1, y1 in whole):
+        raise Bad("boxes", f"one has no pixel of the {W}x{H} image: {reprlib.repr(boxes)}")
+    return replace(sample, boxes=whole)
 
 
 def cell_of(row: dict, field: str):
@@ -665,10 +679,11 @@ def named(source: str, words: Iterable[str]) -> str | None:
 # The paper's filters of its RL data: sources, labels, difficulty
 
 EXTERNAL = ("okvqa",)  # sources whose questions need knowledge no image holds (the paper names one)
+VERDICTS = ("keep", "drop", "unsure")
 
 
 class Verdict(NamedTuple):
-    word: str  # keep, drop, unsure, or "no verdict"
+    word: str  # one of VERDICTS, or "no verdict"
     reason: str
 
 
@@ -759,12 +774,23 @@ def asked_once(
 
 
 def read_record(file: Path, setting: dict) -> dict[str, dict]:
-    lines = [json.loads(line) for line in whole_lines(file).splitlines()]
-    for line in lines:
+    known: dict[str, dict] = {}
+    for number, text in enumerate(whole_lines(file).splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number} is no JSON: {error}. Correct the line, or "
+                             f"delete it: its question is then asked again") from error  # fmt: skip
+        if not isinstance(line, dict) or not {"setting", "key"} <= set(line):
+            raise ValueError(f"{file} is no record of a filter: give another --out, or move it")
         if line["setting"] != setting:
             raise ValueError(f"{file} was made with {line['setting']}, and this is {setting}: give "
                              f"another --out, or delete it")  # fmt: skip
-    return {line["key"]: line for line in lines}
+        if "right" not in line and line.get("verdict") not in VERDICTS:  # right: by_difficulty's
+            raise ValueError(f"{file}, line {number}: expected a verdict of {', '.join(VERDICTS)}, "
+                             f"got {line.get('verdict')!r}: correct the word")  # fmt: skip
+        known[line["key"]] = line
+    return known
 
 
 def whole_lines(file: Path) -> bytes:
@@ -875,6 +901,17 @@ def budget_of(policy: Policy) -> int:
 # The command line
 
 
+def check_out(out: Path, where: str) -> None:
+    """A filter must not write over what it reads."""
+    if out.suffix != ".parquet" or out.is_dir():
+        raise ValueError(f"--out {out}: expected the name of a file that ends in .parquet")
+    source = Path(where if Path(where).exists() else where.rsplit(":", 1)[0]).resolve()
+    for file in (out, out.with_suffix(".jsonl"), out.with_suffix(".txt")):
+        if file.resolve().is_relative_to(source):  # it is the input, or lies in that folder
+            raise ValueError(f"--out {out} would write {file} over its input {where}, or into it: "
+                             f"give another --out")  # fmt: skip
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         "data.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -923,6 +960,15 @@ def run(options: argparse.Namespace) -> str:
         raise ValueError("--check-labels needs --judge-url and --judge-model")
     if options.difficulty and not options.model:
         raise ValueError("--difficulty needs --model")
+    given = (options.describe, options.drop_sources, options.check_labels, options.difficulty)
+    where = next(word for word in given if word is not None)
+    if not where:
+        raise ValueError("WHERE is empty: expected a file, a folder or a hub name")
+    for name, number in (("samples", options.samples), ("batch", options.batch)):
+        if number < 1:
+            raise ValueError(f"--{name} is at least 1, got {number}")
+    if not options.describe:
+        check_out(options.out, where)
     rules = Rules(turns=options.turns, max_length=options.max_length,
                   max_new_tokens=options.max_new_tokens,
                   allow_weak_sandbox=options.allow_weak_sandbox)  # fmt: skip
@@ -939,7 +985,6 @@ def run(options: argparse.Namespace) -> str:
     fits = options.difficulty and (
         lambda s: check_fits(policy, s, policy.encode_prompt(s, False), rules)
     )
-    where = options.drop_sources or options.check_labels or options.difficulty
     samples, rows = load_rl(where, fits=fits), read_rows(where)
     record = options.out.with_suffix(".jsonl")
     if options.drop_sources:

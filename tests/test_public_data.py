@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import math
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import data
+import rewards
 import rollout
 from data import Bad, Lazy, Rows, load_rl, read_image, read_rows
 from rewards import ChatJudge
@@ -210,12 +212,16 @@ def test_what_cannot_be_read_says_so(tmp_path, monkeypatch):
     for name, text, words in (
         ("a.jsonl", '{"a": 1}\nnot json\n', "a.jsonl cannot be read as .jsonl: JSON parse error"),
         ("b.jsonl", "", "b.jsonl is empty"),
-        ("d.csv", "a,b\n", "d.csv cannot be read as .csv: .* no data"),
+        ("d.csv", "a,b\n", "d.csv cannot be read as .csv: it has no rows"),
+        ("e.json", "[]", "e.json cannot be read as .json: it has no rows"),
         ("c.txt", "x", "c.txt: expected a file that ends in one of .parquet, .jsonl"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=words):
             read_rows(tmp_path / name)
+    Dataset.from_dict({"a": []}).to_parquet(tmp_path / "f.parquet")  # as if nothing was kept
+    with pytest.raises(ValueError, match="f.parquet cannot be read as .parquet: it has no rows"):
+        read_rows(tmp_path / "f.parquet")
     with pytest.raises(FileNotFoundError, match="neither a file, a folder nor a hub name"):
         read_rows("gone.parquet")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -279,7 +285,17 @@ BAD = [
     (FLAT | {"answer": "AB", "options": ["one", "two"]}, "answer", "neither a letter nor a text"),
     (FLAT | {"options": "(A) one"}, "options", "expected a list of texts, got '.A. one'"),
     (FLAT | {"options": ["one", None]}, "options", "expected a list of texts"),
+    (FLAT | {"answer": "x", "options": ["x", "x"]}, "options", "'x' should name one of options"),
+    (FLAT | {"answer": "A", "options": ["red", "red "]}, "options", "that all differ, got"),
+    (FLAT | {"answer": "cat", "options": ["cat", "a cat"]}, "options", "should name one of"),
     (FLAT | {"boxes": [1, 2, 3, 4]}, "boxes", "x0, y0, x1, y1"),
+    (FLAT | {"boxes": [[1, 2, 3, math.nan]]}, "boxes", "x0, y0, x1, y1"),
+    (FLAT | {"boxes": [[1, 2, 3, math.inf]]}, "boxes", "x0, y0, x1, y1"),
+    (FLAT | {"boxes": [[1, 2, 3, "4"]]}, "boxes", "x0, y0, x1, y1"),
+    (FLAT | {"boxes": [[1, 2, 3, 4], [9, 2, 3, 4]]}, "boxes", "no pixel of the 480x320 image"),
+    (FLAT | {"boxes": [[1, 2, 1, 4]]}, "boxes", "no pixel"),
+    (FLAT | {"boxes": [[480, 2, 500, 4]]}, "boxes", "no pixel"),
+    (FLAT | {"boxes": [[-9, -9, 0, 0]]}, "boxes", "no pixel"),
     (FLAT | {"kind": "chart"}, "kind", "'search' or 'neutral', got 'chart'"),
 ]
 
@@ -289,6 +305,16 @@ def test_a_bad_row_names_its_field_and_the_reason(row, field, words, tmp_path):
     with pytest.raises(Bad, match=words) as bad:
         data.rl_sample(row, 0, tmp_path)
     assert bad.value.field == field
+
+
+def test_boxes_are_rounded_outwards_and_cut_at_the_border():
+    row = FLAT | {"boxes": [[1.2, 2, 2.5, 4], [-5, 300.5, 9999, 1e300]]}
+    assert data.rl_sample(row, 0, Path()).boxes == ((1, 2, 3, 4), (0, 300, 480, 320))
+
+
+def test_options_may_differ_in_blanks_from_the_answer():
+    row = FLAT | {"answer": "red", "options": ["red ", "green"]}
+    assert rewards.is_correct("A", data.rl_sample(row, 0, Path()))
 
 
 def test_nothing_is_lost_silently(tmp_path):
@@ -378,6 +404,20 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
     assert again.asked == ["chart-4"]
 
 
+@pytest.mark.parametrize("was, now, said", [
+    ('"unsure"', '"Keep"', "line 2: expected a verdict of keep, drop, unsure, got 'Keep'"),
+    ('"verdict": "unsure", ', "", "line 2: expected a verdict of keep, drop, unsure, got None"),
+    ('"unsure"', '"keep', "line 2 is no JSON: "),
+])  # fmt: skip
+def test_a_slip_in_an_edited_record_is_named(tmp_path, was, now, said):
+    samples, record = load_rl(RL), tmp_path / "labels.jsonl"
+    judge = FakeJudge({samples[1].id: ("unsure", "blurred")})
+    data.by_label(samples, judge, record)
+    record.write_text(record.read_text().replace(was, now))
+    with pytest.raises(ValueError, match=f"labels.jsonl, {said}"):
+        data.by_label(samples, judge, record)
+
+
 def test_the_served_judge_can_be_asked_about_labels():
     judge = ChatJudge("http://127.0.0.1:9/v1", "name")
     assert judge.model == "name" and judge.concurrency > 0 and callable(judge.check_label)
@@ -385,7 +425,7 @@ def test_the_served_judge_can_be_asked_about_labels():
 
 def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
     samples, record, asked = load_rl(RL), tmp_path / "labels.jsonl", []
-    ask = lambda some: [asked.append(s.id) or {"verdict": s.id} for s in some]  # noqa: E731
+    ask = lambda some: [asked.append(s.id) or {"right": s.id} for s in some]  # noqa: E731
     whole = data.asked_once(samples, ask, {}, record, batch=2)
     written = record.read_bytes()
     for cut in (0, 1, len(written) // 2, len(written) - 1):
@@ -413,6 +453,13 @@ def test_a_record_of_another_setting_is_not_reused(tmp_path):
     data.asked_once(samples, lambda some: [{}] * len(some), {"n": 8}, record, 4)
     with pytest.raises(ValueError, match="was made with {'n': 8}, and this is {'n': 4}"):
         data.asked_once(samples, lambda some: [{}] * len(some), {"n": 4}, record, 4)
+
+
+def test_a_file_that_is_no_record_is_not_touched(tmp_path):
+    (record := tmp_path / "d.jsonl").write_text(written := '{"problem": "?"}\n[1')
+    with pytest.raises(ValueError, match="d.jsonl is no record of a filter"):
+        data.asked_once(load_rl(RL), lambda some: [{}] * len(some), {}, record, 4)
+    assert record.read_text() == written
 
 
 def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch):
@@ -518,7 +565,33 @@ def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     (("--difficulty", RL), "--difficulty needs --model"),
     (("--describe", "gone.parquet"), "no data in gone.parquet"),
     (("--describe", SFT), "give --model"),
+    (("--describe", ""), "WHERE is empty"),
+    (("--drop-sources", ""), "WHERE is empty"),
+    (("--difficulty", RL, "--model", "tiny", "--samples", 0), "--samples is at least 1, got 0"),
+    (("--difficulty", RL, "--model", "tiny", "--batch", 0), "--batch is at least 1, got 0"),
 ])  # fmt: skip
 def test_a_command_that_cannot_work_says_what_to_do(words, said):
     with pytest.raises(SystemExit, match=said):
         command(*words)
+
+
+@pytest.mark.parametrize("where, out, said", [
+    ("a.jsonl", "b.txt", "ends in .parquet"),
+    ("a.jsonl", "b.jsonl", "ends in .parquet"),
+    ("a.jsonl", "dir.parquet", "ends in .parquet"),
+    ("a.jsonl", "a.parquet", "would write .*a.jsonl over its input"),
+    ("a.parquet", "dir.parquet/../a.parquet", "over its input"),
+    ("link.jsonl", "a.parquet", "over its input"),
+    (".", "b.parquet", "or into it"),
+    (".:a", "a.parquet", "or into it"),
+])  # fmt: skip
+def test_a_filter_does_not_write_over_what_it_reads(tmp_path, where, out, said):
+    (tmp_path / "a.jsonl").write_text(json.dumps(FLAT | {"image": "a.png"}))
+    parquet(tmp_path / "a.parquet", [FLAT])
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "dir.parquet").mkdir()
+    before = {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(SystemExit, match=said):
+        command("--drop-sources", f"{tmp_path}/{where}", "--out", f"{tmp_path}/{out}")
+    assert before == {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}
