@@ -861,11 +861,13 @@ class ChatJudge:
         self.file = cache and cache / f"{socket.gethostname()}-{os.getpid()}.jsonl"
         if cache is not None:  # several processes may share it: each writes a file of its own
             cache.mkdir(parents=True, exist_ok=True)
-            kept = "\n".join(path.read_text() for path in sorted(cache.glob("*.jsonl")))
+            files = sorted(cache.glob("*.jsonl"))
+            kept = "\n".join(path.read_text("utf-8", errors="replace") for path in files)
             for text in kept.splitlines():
-                with suppress(ValueError):  # what a kill cut short is asked again
+                with suppress(ValueError, KeyError, TypeError):  # a broken line is asked again
                     line = json.loads(text)
-                    self.known[line["key"]] = tuple(line["verdict"])
+                    verdict, reason = line["verdict"]
+                    self.known[line["key"]] = verdict, reason
 
     def __call__(self, request: JudgeRequest) -> float | None:
         verdict = self.ask(self.prompt, self.message(request))
