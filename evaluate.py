@@ -417,7 +417,10 @@ def ask(row: dict, question: str, options: Iterable, answer: object, part: str, 
 
 
 def lettered(row: dict) -> list[str]:
-    return [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
+    letters = [c for c in LETTERS if filled(row, c, default=None) is not None]
+    if letters != list(LETTERS[: len(letters)]):
+        raise Bad("A", f"expected options A, B, ... without a gap, got {', '.join(letters)}")
+    return [row[c] for c in letters]
 
 
 def choose(row: dict, part: str, **more) -> dict:

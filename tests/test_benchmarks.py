@@ -157,6 +157,7 @@ def test_every_benchmark_of_the_paper_has_a_row_here():
     [
         ("vstar, tsv", {"answer": "E"}, "'E' is neither a letter nor a text of"),
         ("vstar, tsv", {"A": "", "B": "", "C": ""}, "expected options in columns A, B"),
+        ("vstar, tsv", {"A": "red", "B": "", "C": "green"}, "without a gap, got A, C"),
         ("vstar, tsv", {"text": "What?"}, r"expected a question and options \(A\)"),
         ("hrbench, tsv", {"category": "triple"}, "expected single or cross, got 'triple'"),
         ("hrbench, tsv", {"cycle_category": ""}, "something in column cycle_category"),
