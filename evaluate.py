@@ -1155,13 +1155,14 @@ def columns_of(runs: Sequence[str]) -> dict[str, dict]:
     columns = {}
     for run in runs:
         try:
-            stages = json.loads((Path(run) / "summary.json").read_text(encoding="utf-8"))["stages"]
-        except (OSError, ValueError, KeyError) as error:
+            summary = json.loads((Path(run) / "summary.json").read_text(encoding="utf-8"))
+            stages = summary["stages"].items()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"no run in {run}: expected a folder with the summary.json of a finished run of "
                 f"train.py or evaluate.py --model, but {error!r}"
             ) from error
-        columns.update({f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages.items()})
+        columns.update({f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages})
     return columns
 
 
@@ -1204,8 +1205,9 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.out} holds a training run: give --out another folder")
     if args.bench == "toy" and args.data:
         raise ValueError(f"the toy world is drawn, not read: drop --data {args.data}")
-    for name, low in (("limit", 1), ("turns", 1), ("temperature", 0), ("avg_at", 1), ("wave", 1)):
-        if (value := getattr(args, name)) is not None and value < low:
+    whole = ("limit", "turns", "avg_at", "wave", "max_new_tokens", "max_length")
+    for name, low in (*((name, 1) for name in whole), ("temperature", 0)):
+        if (value := getattr(args, name)) is not None and not value >= low:  # nan is not
             raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     if args.avg_at > 1 and not args.temperature:
         raise ValueError(f"--avg-at {args.avg_at} of greedy plays is one play: raise --temperature")
@@ -1214,6 +1216,14 @@ def check(args: argparse.Namespace) -> None:
     if bool(args.judge_url) != bool(args.judge_model):
         raise ValueError("a judge needs both --judge-url and --judge-model: give the other too")
     check_checkpoint(args.model)
+    make_folder(args.out)
+
+
+def make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out should be a folder or become one, but {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -1253,11 +1263,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     settings = ("turns", "temperature", "max_new_tokens", "max_length")
     rules = replace(GREEDY, **{name: getattr(args, name) for name in settings})
-    judge, second = judges_of(args)
-    metrics, episodes = evaluate(
-        policy, samples, judge, rules=rules, seed=args.seed, out=args.out,
-        own_rules=own_rules, rollouts=args.avg_at, wave=args.wave, processes=processes,
-    )  # fmt: skip
+    try:
+        judge, second = judges_of(args)
+        metrics, episodes = evaluate(
+            policy, samples, judge, rules=rules, seed=args.seed, out=args.out,
+            own_rules=own_rules, rollouts=args.avg_at, wave=args.wave, processes=processes,
+        )  # fmt: skip
+    except ValueError as error:
+        parser.error(str(error))
     if not processes.is_main_process:
         return
     stages, seconds = {args.bench: metrics}, {args.bench: round(time.monotonic() - started, 1)}
@@ -1295,7 +1308,7 @@ def studies(
 
 def compare_runs(runs: Sequence[str], out: Path) -> None:
     columns = columns_of(runs)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     compare(columns, out / "compare.png")
     print(table(columns), out / "compare.png", report_runs(out, runs, columns), sep="\n\n")
 
@@ -1330,6 +1343,7 @@ def draw_film(args: argparse.Namespace) -> Path:
     at = (next(good, 1) if args.episode is None else args.episode) - 1
     if not 0 <= at < len(episodes):
         raise ValueError(f"--episode is 1 to {len(episodes)}, got {args.episode}")
+    make_folder(args.out)
     film(episodes[at], episodes.rewards[at], args.out / "film.png")
     return args.out / "film.png"
 

@@ -284,7 +284,7 @@ def test_runs_are_compared_in_one_table_and_one_figure(tmp_path, capsys):
     assert re.search(r"^faithful +0\.250 +0\.750$", printed, re.MULTILINE)
     assert Image.open(tmp_path / "out" / "compare.png").width == 960
     assert len(columns_of([a, b])) == 4
-    for broken in ("{", "{}"):
+    for broken in ("{", "{}", "[]", '{"stages": []}'):
         (tmp_path / "b" / "summary.json").write_text(broken)
         with pytest.raises(ValueError, match="/b/: expected a folder with the summary.json of a"):
             columns_of([a, b])
@@ -476,6 +476,9 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
         (["--model", "m", "--limit", "0"], "--limit must be at least 1, got 0"),
         (["--model", "m", "--turns", "0"], "--turns must be at least 1, got 0"),
         (["--model", "m", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
+        (["--model", "m", "--temperature", "nan"], "--temperature must be at least 0, got nan"),
+        (["--model", "m", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--model", "tiny", "--out", f"{__file__}/x"], "--out should be a folder or become one"),
         (["--model", "m", "--shortcut", "2"], "shortcut is a share between 0 and 1, got 2.0"),
         (
             ["--compare", "/no/such/run"],
@@ -510,6 +513,28 @@ def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch
     assert set(summary["stages"]) == {"toy"}
     assert 0 <= summary["stages"]["toy"]["ood_accuracy"] <= 1
     assert "of 3 episodes" in (tmp_path / "deep" / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "kept, message",
+    [
+        ('{"place": 0, "run": "?"}\n', "line 1: expected a trajectory"),
+        ("other", "another evaluation"),
+        ("", "--max-length 5 leaves"),
+    ],
+)
+def test_what_an_evaluation_refuses_is_told_in_a_sentence(
+    kept, message, policy, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
+    if kept == "other":
+        write_trajectories(*worked_example(), tmp_path)
+    else:
+        (tmp_path / "trajectories.jsonl").write_text(kept)
+    with pytest.raises(SystemExit):
+        flags = ["--model", "tiny", "--limit", "2", "--max-new-tokens", "2", "--max-length", "5"]
+        main([*flags, "--out", str(tmp_path)])
+    assert message in capsys.readouterr().err
 
 
 # --- in a browser ----------------------------------------------------------------------------
