@@ -1027,7 +1027,8 @@ class Job:
         if not (folder / "summary.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             with open(study / f"{self.name}.txt", "a") as heard:
-                code = subprocess.run(self.command(study), stdout=heard, stderr=heard).returncode
+                how = {"cwd": Path(__file__).parent, "stdout": heard, "stderr": heard}
+                code = subprocess.run(self.command(study), **how).returncode
             if code:
                 raise RuntimeError(f"{self.name} ended with {code}; its words: {heard.name}")
 
@@ -1035,6 +1036,7 @@ class Job:
 def study_rewards(study: Path, quick: bool) -> dict:
     """Every reward in both worlds, three seeds, from the same SFT models. Writes study.json and two
     figures, returns the table. One run a core at a time; finished ones are not run again."""
+    study = study.resolve()  # the runs start in the folder of train.py
     rewards, worlds, seeds = QUICK if quick else (STUDIED, tuple(WORLDS), (0, 1, 2))
     home = "guessing pays"
     stage_1 = [Job("sft", home, seed) for seed in seeds]
@@ -1045,10 +1047,15 @@ def study_rewards(study: Path, quick: bool) -> dict:
     jobs = stage_1 + stage_2
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         bar = tqdm(total=len(jobs), desc="runs")
-        for stage in (stage_1, stage_2):
-            for job in as_completed([pool.submit(job.run, study) for job in stage]):
-                job.result()
-                bar.update()
+        try:
+            for stage in (stage_1, stage_2):
+                for job in as_completed([pool.submit(job.run, study) for job in stage]):
+                    job.result()
+                    bar.update()
+        except RuntimeError as error:
+            bar.write(f"{error}. The study ends when the runs that have begun do")
+            pool.shutdown(cancel_futures=True)
+            raise
     runs = [result(job, study) for job in jobs]
     found = {"runs": dict(zip((job.name for job in jobs), runs)), "table": rewards_table(runs)}
     (study / "study.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -1245,6 +1252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.film:
             return print(draw_film(args))
         if args.study:
+            make_folder(args.out)
             rewards = study_rewards(args.out, args.quick)
             return print(rewards_markdown(rewards), args.out / "study.json", sep="\n")
         if args.compare:

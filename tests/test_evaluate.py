@@ -479,6 +479,7 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
         (["--model", "m", "--temperature", "nan"], "--temperature must be at least 0, got nan"),
         (["--model", "m", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--model", "tiny", "--out", f"{__file__}/x"], "--out should be a folder or become one"),
+        (["--study", "rewards", "--out", __file__], "--out should be a folder or become one"),
         (["--model", "m", "--shortcut", "2"], "shortcut is a share between 0 and 1, got 2.0"),
         (
             ["--compare", "/no/such/run"],
