@@ -270,6 +270,7 @@ class Episodes(Lazy):
 
     def __init__(self, where: Path, run: str | None = None) -> None:
         self.folder, self.ends, found = (where.parent if where.is_file() else where), {}, {}
+        self.run = run
         files = [where] if where.is_file() else where.glob("trajectories*.jsonl")
         for path in sorted(files):
             end = 0
@@ -1295,8 +1296,12 @@ def studies(
     args: argparse.Namespace, policy: Policy, rules: Rules, episodes: Episodes, second: Judge | None
 ) -> None:
     """What faithfulness.py can say of the episodes beyond rates: printed as it comes, and kept in
-    studies.json."""
-    found, rewards = {"tool_use": tool_use(episodes)}, episodes.rewards
+    studies.json, beside what earlier calls found out about the same evaluation."""
+    file, rewards, found = args.out / "studies.json", episodes.rewards, {"run": episodes.run}
+    if file.exists():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        found = kept if kept.get("run") == episodes.run else found
+    found["tool_use"] = tool_use(episodes)
     print("", listing(found["tool_use"]), "", sep="\n")
     if second:
         theirs = [REWARDS["tapo"]([t], second, Weights(), random.Random(0))[0] for t in episodes]
@@ -1310,8 +1315,7 @@ def studies(
         found["ablation"] = ablation(episodes, without_tools(policy, episodes, rules))
         found["evidence"] = evidence(policy, episodes, rewards, rules, seed=args.seed)
         print(listing(found["ablation"]), "", listing(found["evidence"]), "", sep="\n")
-    text = json.dumps(found, indent=2, default=vars)
-    (args.out / "studies.json").write_text(text, encoding="utf-8")
+    file.write_text(json.dumps(found, indent=2, default=vars), encoding="utf-8")
 
 
 def compare_runs(runs: Sequence[str], out: Path) -> None:
