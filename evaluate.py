@@ -260,6 +260,16 @@ def write_trajectories(
         lines.write(text)
 
 
+UNFIT = ValueError, KeyError, TypeError, AttributeError, RecursionError  # what odd lines raise
+
+
+def no_trajectory(path: Path, number: int, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path}, line {number}: expected a trajectory as described at the head of evaluate.py, "
+        f"but {type(error).__name__}: {error}"
+    )
+
+
 class Episodes(Lazy):
     """The episodes of a file or folder, in the order of their places. Each is read when asked
     for, without the model's image inputs; all rewards and ids of samples are kept in memory.
@@ -282,11 +292,8 @@ class Episodes(Lazy):
                     line = json.loads(text)
                     place, theirs, id = line["place"], line["run"], line["sample"]["id"]
                     found[place] = (path, start, end), reward_of(line["reward"]), id
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise ValueError(
-                        f"{path}, line {number}: expected a trajectory as described at the head of "
-                        f"evaluate.py, but {type(error).__name__}: {error}"
-                    ) from error
+                except UNFIT as error:
+                    raise no_trajectory(path, number, error) from error
                 if run not in (None, theirs):
                     raise ValueError(
                         f"{path} is from another evaluation (other weights, questions or settings):"
@@ -298,7 +305,12 @@ class Episodes(Lazy):
         super().__init__(self.read, list(self.lines.values()))
 
     def read(self, at: tuple[Path, int, int]) -> Trajectory:
-        return trajectory_of(json.loads(text_at(*at)), self.folder)
+        path, start, end = at
+        try:
+            return trajectory_of(json.loads(text_at(path, start, end)), self.folder)
+        except UNFIT as error:
+            number = text_at(path, 0, start).count(b"\n") + 1
+            raise no_trajectory(path, number, error) from error
 
     def merge(self) -> None:
         """Put all lines in order into trajectories.jsonl, and delete the other processes' files."""

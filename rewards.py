@@ -1272,6 +1272,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from evaluate import read_trajectories  # evaluate.py imports this file
 
     try:
+        for name, low in (("n", 1), ("visible", 0)):
+            if (value := getattr(args, name)) is not None and not value >= low:  # nan is not
+                raise ValueError(f"--{name} must be at least {low}, got {value}")
         judge = BoxJudge()
         if args.judge != "boxes":
             judge = ChatJudge(args.judge, args.judge_model, args.prompt, args.judge_cache)

@@ -203,13 +203,24 @@ def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
     assert second["steps"][0]["observation"]["red_lines"] == ["invalid_coords"]
 
 
-@pytest.mark.parametrize("line", ["{", "{}", "[]", '{"sample": 1, "reward": {}}'])
+@pytest.mark.parametrize("line", ["{", "{}", "[]", "[" * 99_999, '{"sample": 1, "reward": {}}'])
 def test_a_line_that_is_no_trajectory_is_named(line, tmp_path):
     write_trajectories(*worked_example(), tmp_path)
     file = tmp_path / "trajectories.jsonl"
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(ValueError, match=r"jsonl, line 4: expected a trajectory"):
         read_trajectories(file)
+
+
+@pytest.mark.parametrize("field", ["steps", "acted"])
+def test_a_line_that_lacks_a_field_is_named_when_it_is_read(field, tmp_path):
+    write_trajectories(*worked_example(), tmp_path)
+    file = tmp_path / "trajectories.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    del lines[1][field]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=f"jsonl, line 2: .*KeyError: '{field}'"):
+        list(read_trajectories(file)[0])
 
 
 def test_no_episodes_make_an_empty_file_and_a_page_that_says_so(tmp_path):

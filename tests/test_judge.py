@@ -663,3 +663,7 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys):
     with pytest.raises(SystemExit):
         rewards.main(["--audit", str(tmp_path / "missing.jsonl")])
     assert "missing.jsonl" in capsys.readouterr().err
+    for flag, value in (("--n", "-3"), ("--visible", "nan")):
+        with pytest.raises(SystemExit):
+            rewards.main(["--audit", str(tmp_path / "trajectories.jsonl"), flag, value])
+        assert f"{flag} must be at least" in capsys.readouterr().err
