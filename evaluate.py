@@ -260,6 +260,16 @@ def write_trajectories(
         lines.write(text)
 
 
+UNFIT = ValueError, KeyError, TypeError, AttributeError, RecursionError  # what odd lines raise
+
+
+def no_trajectory(path: Path, number: int, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path}, line {number}: expected a trajectory as described at the head of evaluate.py, "
+        f"but {type(error).__name__}: {error}"
+    )
+
+
 class Episodes(Lazy):
     """The episodes of a file or folder, in the order of their places. Each is read when asked
     for, without the model's image inputs; all rewards and ids of samples are kept in memory.
@@ -270,6 +280,7 @@ class Episodes(Lazy):
 
     def __init__(self, where: Path, run: str | None = None) -> None:
         self.folder, self.ends, found = (where.parent if where.is_file() else where), {}, {}
+        self.run = run
         files = [where] if where.is_file() else where.glob("trajectories*.jsonl")
         for path in sorted(files):
             end = 0
@@ -281,11 +292,8 @@ class Episodes(Lazy):
                     line = json.loads(text)
                     place, theirs, id = line["place"], line["run"], line["sample"]["id"]
                     found[place] = (path, start, end), reward_of(line["reward"]), id
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise ValueError(
-                        f"{path}, line {number}: expected a trajectory as described at the head of "
-                        f"evaluate.py, but {type(error).__name__}: {error}"
-                    ) from error
+                except UNFIT as error:
+                    raise no_trajectory(path, number, error) from error
                 if run not in (None, theirs):
                     raise ValueError(
                         f"{path} is from another evaluation (other weights, questions or settings):"
@@ -297,7 +305,12 @@ class Episodes(Lazy):
         super().__init__(self.read, list(self.lines.values()))
 
     def read(self, at: tuple[Path, int, int]) -> Trajectory:
-        return trajectory_of(json.loads(text_at(*at)), self.folder)
+        path, start, end = at
+        try:
+            return trajectory_of(json.loads(text_at(path, start, end)), self.folder)
+        except UNFIT as error:
+            number = text_at(path, 0, start).count(b"\n") + 1
+            raise no_trajectory(path, number, error) from error
 
     def merge(self) -> None:
         """Put all lines in order into trajectories.jsonl, and delete the other processes' files."""
@@ -417,7 +430,10 @@ def ask(row: dict, question: str, options: Iterable, answer: object, part: str, 
 
 
 def lettered(row: dict) -> list[str]:
-    return [row[c] for c in LETTERS if filled(row, c, default=None) is not None]
+    letters = [c for c in LETTERS if filled(row, c, default=None) is not None]
+    if letters != list(LETTERS[: len(letters)]):
+        raise Bad("A", f"expected options A, B, ... without a gap, got {', '.join(letters)}")
+    return [row[c] for c in letters]
 
 
 def choose(row: dict, part: str, **more) -> dict:
@@ -1024,7 +1040,8 @@ class Job:
         if not (folder / "summary.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             with open(study / f"{self.name}.txt", "a") as heard:
-                code = subprocess.run(self.command(study), stdout=heard, stderr=heard).returncode
+                how = {"cwd": Path(__file__).parent, "stdout": heard, "stderr": heard}
+                code = subprocess.run(self.command(study), **how).returncode
             if code:
                 raise RuntimeError(f"{self.name} ended with {code}; its words: {heard.name}")
 
@@ -1032,6 +1049,7 @@ class Job:
 def study_rewards(study: Path, quick: bool) -> dict:
     """Every reward in both worlds, three seeds, from the same SFT models. Writes study.json and two
     figures, returns the table. One run a core at a time; finished ones are not run again."""
+    study = study.resolve()  # the runs start in the folder of train.py
     rewards, worlds, seeds = QUICK if quick else (STUDIED, tuple(WORLDS), (0, 1, 2))
     home = "guessing pays"
     stage_1 = [Job("sft", home, seed) for seed in seeds]
@@ -1042,10 +1060,15 @@ def study_rewards(study: Path, quick: bool) -> dict:
     jobs = stage_1 + stage_2
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         bar = tqdm(total=len(jobs), desc="runs")
-        for stage in (stage_1, stage_2):
-            for job in as_completed([pool.submit(job.run, study) for job in stage]):
-                job.result()
-                bar.update()
+        try:
+            for stage in (stage_1, stage_2):
+                for job in as_completed([pool.submit(job.run, study) for job in stage]):
+                    job.result()
+                    bar.update()
+        except RuntimeError as error:
+            bar.write(f"{error}. The study ends when the runs that have begun do")
+            pool.shutdown(cancel_futures=True)
+            raise
     runs = [result(job, study) for job in jobs]
     found = {"runs": dict(zip((job.name for job in jobs), runs)), "table": rewards_table(runs)}
     (study / "study.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -1152,13 +1175,14 @@ def columns_of(runs: Sequence[str]) -> dict[str, dict]:
     columns = {}
     for run in runs:
         try:
-            stages = json.loads((Path(run) / "summary.json").read_text(encoding="utf-8"))["stages"]
-        except (OSError, ValueError, KeyError) as error:
+            summary = json.loads((Path(run) / "summary.json").read_text(encoding="utf-8"))
+            stages = summary["stages"].items()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"no run in {run}: expected a folder with the summary.json of a finished run of "
                 f"train.py or evaluate.py --model, but {error!r}"
             ) from error
-        columns.update({f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages.items()})
+        columns.update({f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages})
     return columns
 
 
@@ -1201,8 +1225,9 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.out} holds a training run: give --out another folder")
     if args.bench == "toy" and args.data:
         raise ValueError(f"the toy world is drawn, not read: drop --data {args.data}")
-    for name, low in (("limit", 1), ("turns", 1), ("temperature", 0), ("avg_at", 1), ("wave", 1)):
-        if (value := getattr(args, name)) is not None and value < low:
+    whole = ("limit", "turns", "avg_at", "wave", "max_new_tokens", "max_length")
+    for name, low in (*((name, 1) for name in whole), ("temperature", 0)):
+        if (value := getattr(args, name)) is not None and not value >= low:  # nan is not
             raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     if args.avg_at > 1 and not args.temperature:
         raise ValueError(f"--avg-at {args.avg_at} of greedy plays is one play: raise --temperature")
@@ -1211,6 +1236,14 @@ def check(args: argparse.Namespace) -> None:
     if bool(args.judge_url) != bool(args.judge_model):
         raise ValueError("a judge needs both --judge-url and --judge-model: give the other too")
     check_checkpoint(args.model)
+    make_folder(args.out)
+
+
+def make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out should be a folder or become one, but {error}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -1232,6 +1265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.film:
             return print(draw_film(args))
         if args.study:
+            make_folder(args.out)
             rewards = study_rewards(args.out, args.quick)
             return print(rewards_markdown(rewards), args.out / "study.json", sep="\n")
         if args.compare:
@@ -1250,11 +1284,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     settings = ("turns", "temperature", "max_new_tokens", "max_length")
     rules = replace(GREEDY, **{name: getattr(args, name) for name in settings})
-    judge, second = judges_of(args)
-    metrics, episodes = evaluate(
-        policy, samples, judge, rules=rules, seed=args.seed, out=args.out,
-        own_rules=own_rules, rollouts=args.avg_at, wave=args.wave, processes=processes,
-    )  # fmt: skip
+    try:
+        judge, second = judges_of(args)
+        metrics, episodes = evaluate(
+            policy, samples, judge, rules=rules, seed=args.seed, out=args.out,
+            own_rules=own_rules, rollouts=args.avg_at, wave=args.wave, processes=processes,
+        )  # fmt: skip
+    except ValueError as error:
+        parser.error(str(error))
     if not processes.is_main_process:
         return
     stages, seconds = {args.bench: metrics}, {args.bench: round(time.monotonic() - started, 1)}
@@ -1271,8 +1308,12 @@ def studies(
     args: argparse.Namespace, policy: Policy, rules: Rules, episodes: Episodes, second: Judge | None
 ) -> None:
     """What faithfulness.py can say of the episodes beyond rates: printed as it comes, and kept in
-    studies.json."""
-    found, rewards = {"tool_use": tool_use(episodes)}, episodes.rewards
+    studies.json, beside what earlier calls found out about the same evaluation."""
+    file, rewards, found = args.out / "studies.json", episodes.rewards, {"run": episodes.run}
+    if file.exists():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        found = kept if kept.get("run") == episodes.run else found
+    found["tool_use"] = tool_use(episodes)
     print("", listing(found["tool_use"]), "", sep="\n")
     if second:
         theirs = [REWARDS["tapo"]([t], second, Weights(), random.Random(0))[0] for t in episodes]
@@ -1286,13 +1327,12 @@ def studies(
         found["ablation"] = ablation(episodes, without_tools(policy, episodes, rules))
         found["evidence"] = evidence(policy, episodes, rewards, rules, seed=args.seed)
         print(listing(found["ablation"]), "", listing(found["evidence"]), "", sep="\n")
-    text = json.dumps(found, indent=2, default=vars)
-    (args.out / "studies.json").write_text(text, encoding="utf-8")
+    file.write_text(json.dumps(found, indent=2, default=vars), encoding="utf-8")
 
 
 def compare_runs(runs: Sequence[str], out: Path) -> None:
     columns = columns_of(runs)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     compare(columns, out / "compare.png")
     print(table(columns), out / "compare.png", report_runs(out, runs, columns), sep="\n\n")
 
@@ -1327,6 +1367,7 @@ def draw_film(args: argparse.Namespace) -> Path:
     at = (next(good, 1) if args.episode is None else args.episode) - 1
     if not 0 <= at < len(episodes):
         raise ValueError(f"--episode is 1 to {len(episodes)}, got {args.episode}")
+    make_folder(args.out)
     film(episodes[at], episodes.rewards[at], args.out / "film.png")
     return args.out / "film.png"
 

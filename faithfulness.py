@@ -652,7 +652,8 @@ def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, 
         try:
             if text.strip():
                 yield from_line(json.loads(text), path.parent, judge, f"line {number}")
-        except (ValueError, OverflowError) as error:  # the latter: an infinite box
+        # An infinite box overflows; brackets nested by the thousand recurse.
+        except (ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path}, line {number}: expected a trajectory as described at the head of "
                 f"faithfulness.py, but {error}"
@@ -700,6 +701,8 @@ def box_in(image: Image.Image, box: object) -> Box:
     """[x0, y0, x1, y1] in whole pixels, rounded outwards and cut at the border of the image."""
     if not isinstance(box, list) or [isinstance(v, (int, float)) for v in box] != [True] * 4:
         raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
+    if all(0 <= v <= 1 for v in box) and not all(isinstance(v, int) for v in box):
+        raise ValueError(f"expected pixels, got the box {box} in shares: multiply by the size")
     (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])
     cut = max(x0, 0), max(y0, 0), min(x1, image.width), min(y1, image.height)
     if cut[0] >= cut[2] or cut[1] >= cut[3]:

@@ -862,11 +862,13 @@ class ChatJudge:
         self.file = cache and cache / f"{socket.gethostname()}-{os.getpid()}.jsonl"
         if cache is not None:  # several processes may share it: each writes a file of its own
             cache.mkdir(parents=True, exist_ok=True)
-            kept = "\n".join(path.read_text() for path in sorted(cache.glob("*.jsonl")))
+            files = sorted(cache.glob("*.jsonl"))
+            kept = "\n".join(path.read_text("utf-8", errors="replace") for path in files)
             for text in kept.splitlines():
-                with suppress(ValueError):  # what a kill cut short is asked again
+                with suppress(ValueError, KeyError, TypeError):  # a broken line is asked again
                     line = json.loads(text)
-                    self.known[line["key"]] = tuple(line["verdict"])
+                    verdict, reason = line["verdict"]
+                    self.known[line["key"]] = verdict, reason
 
     def __call__(self, request: JudgeRequest) -> float | None:
         verdict = self.ask(self.prompt, self.message(request))
@@ -1271,6 +1273,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from evaluate import read_trajectories  # evaluate.py imports this file
 
     try:
+        for name, low in (("n", 1), ("visible", 0)):
+            if (value := getattr(args, name)) is not None and not value >= low:  # nan is not
+                raise ValueError(f"--{name} must be at least {low}, got {value}")
         judge = BoxJudge()
         if args.judge != "boxes":
             judge = ChatJudge(args.judge, args.judge_model, args.prompt, args.judge_cache)

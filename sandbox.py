@@ -208,7 +208,7 @@ class Sandbox:
             image = Image.frombytes("RGB", (w, h), raw)
             shown.append((image, verified_box(self.image, image, item["steps"]), source))
         text, error = plain(reply["text"], self.limits.text), reply["error"]
-        error = None if error is None else one_line(error, self.limits.error)
+        error = None if error is None else one_line(error, self.limits.error) or "Error"
         notes = [one_line(note, 200) for note in reply["notes"][:10]]
         flags = [f for f in ("invalid_coords", "io_scratch") if f in reply["flags"]]
 
@@ -847,6 +847,7 @@ class Worker:
                 if end.code != "return":
                     self.note("exit() ends this code only")
             except BaseException as problem:    # on purpose: what code raises is its result
+                self.reset()                    # it may have replaced what we describe it with
                 self.error = self.error or self.describe(problem)
         self.reset()
         shown = [(self.to_limits(image), source) for _, image, source in self.shown.values()]

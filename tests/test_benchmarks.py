@@ -157,6 +157,7 @@ def test_every_benchmark_of_the_paper_has_a_row_here():
     [
         ("vstar, tsv", {"answer": "E"}, "'E' is neither a letter nor a text of"),
         ("vstar, tsv", {"A": "", "B": "", "C": ""}, "expected options in columns A, B"),
+        ("vstar, tsv", {"A": "red", "B": "", "C": "green"}, "without a gap, got A, C"),
         ("vstar, tsv", {"text": "What?"}, r"expected a question and options \(A\)"),
         ("hrbench, tsv", {"category": "triple"}, "expected single or cross, got 'triple'"),
         ("hrbench, tsv", {"cycle_category": ""}, "something in column cycle_category"),
@@ -610,7 +611,13 @@ def test_lies_and_ablations_are_printed_and_kept(policy, tmp_path, monkeypatch, 
         main(["--model", "m", *flags, "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "studies.json").read_text())
-    assert set(found) == {"tool_use", "perturb", "ablation", "evidence"}
+    assert set(found) == {"run", "tool_use", "perturb", "ablation", "evidence"}
+    file, flags = tmp_path / "studies.json", flags[3:]  # the same evaluation without studies
+    main(["--model", "m", *flags, "--out", str(tmp_path)])
+    assert json.loads(file.read_text()) == found
+    file.write_text(json.dumps(found | {"run": "of another"}))
+    main(["--model", "m", *flags, "--out", str(tmp_path)])
+    assert set(json.loads(file.read_text())) == {"run", "tool_use"}
     assert set(found["perturb"]["toy"]) == {"mask", "empty"}
     assert found["perturb"]["toy"]["mask"]["possible"]["denominator"] == 1  # one of two looked
     assert found["ablation"]["with tools"]["denominator"] == 2

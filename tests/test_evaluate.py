@@ -203,13 +203,24 @@ def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
     assert second["steps"][0]["observation"]["red_lines"] == ["invalid_coords"]
 
 
-@pytest.mark.parametrize("line", ["{", "{}", "[]", '{"sample": 1, "reward": {}}'])
+@pytest.mark.parametrize("line", ["{", "{}", "[]", "[" * 99_999, '{"sample": 1, "reward": {}}'])
 def test_a_line_that_is_no_trajectory_is_named(line, tmp_path):
     write_trajectories(*worked_example(), tmp_path)
     file = tmp_path / "trajectories.jsonl"
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(ValueError, match=r"jsonl, line 4: expected a trajectory"):
         read_trajectories(file)
+
+
+@pytest.mark.parametrize("field", ["steps", "acted"])
+def test_a_line_that_lacks_a_field_is_named_when_it_is_read(field, tmp_path):
+    write_trajectories(*worked_example(), tmp_path)
+    file = tmp_path / "trajectories.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    del lines[1][field]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=f"jsonl, line 2: .*KeyError: '{field}'"):
+        list(read_trajectories(file)[0])
 
 
 def test_no_episodes_make_an_empty_file_and_a_page_that_says_so(tmp_path):
@@ -284,7 +295,7 @@ def test_runs_are_compared_in_one_table_and_one_figure(tmp_path, capsys):
     assert re.search(r"^faithful +0\.250 +0\.750$", printed, re.MULTILINE)
     assert Image.open(tmp_path / "out" / "compare.png").width == 960
     assert len(columns_of([a, b])) == 4
-    for broken in ("{", "{}"):
+    for broken in ("{", "{}", "[]", '{"stages": []}'):
         (tmp_path / "b" / "summary.json").write_text(broken)
         with pytest.raises(ValueError, match="/b/: expected a folder with the summary.json of a"):
             columns_of([a, b])
@@ -476,6 +487,10 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
         (["--model", "m", "--limit", "0"], "--limit must be at least 1, got 0"),
         (["--model", "m", "--turns", "0"], "--turns must be at least 1, got 0"),
         (["--model", "m", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
+        (["--model", "m", "--temperature", "nan"], "--temperature must be at least 0, got nan"),
+        (["--model", "m", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--model", "tiny", "--out", f"{__file__}/x"], "--out should be a folder or become one"),
+        (["--study", "rewards", "--out", __file__], "--out should be a folder or become one"),
         (["--model", "m", "--shortcut", "2"], "shortcut is a share between 0 and 1, got 2.0"),
         (
             ["--compare", "/no/such/run"],
@@ -510,6 +525,28 @@ def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch
     assert set(summary["stages"]) == {"toy"}
     assert 0 <= summary["stages"]["toy"]["ood_accuracy"] <= 1
     assert "of 3 episodes" in (tmp_path / "deep" / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "kept, message",
+    [
+        ('{"place": 0, "run": "?"}\n', "line 1: expected a trajectory"),
+        ("other", "another evaluation"),
+        ("", "--max-length 5 leaves"),
+    ],
+)
+def test_what_an_evaluation_refuses_is_told_in_a_sentence(
+    kept, message, policy, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
+    if kept == "other":
+        write_trajectories(*worked_example(), tmp_path)
+    else:
+        (tmp_path / "trajectories.jsonl").write_text(kept)
+    with pytest.raises(SystemExit):
+        flags = ["--model", "tiny", "--limit", "2", "--max-new-tokens", "2", "--max-length", "5"]
+        main([*flags, "--out", str(tmp_path)])
+    assert message in capsys.readouterr().err
 
 
 # --- in a browser ----------------------------------------------------------------------------

@@ -505,6 +505,8 @@ def test_without_targets_or_scores_there_is_no_verdict(folder):
         (BASE | {"steps": [{"score": 7}]}, "line 2.*step 1 has score 7: expected one from 0 to 1"),
         (BASE | {"steps": [{"box": [0, 0, 9, 1e999]}]}, "line 2.*infinity"),
         (BASE | {"steps": ["box"]}, "line 2.*step 1 is 'box', no object"),
+        (BASE | {"steps": [{"box": [0.25, 0, 0.5, 1]}]}, "line 2.*expected pixels"),
+        ("[" * 100_000, "line 2.*recursion"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_schema_is_named_with_its_line(folder, line, message):

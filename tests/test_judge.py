@@ -474,6 +474,16 @@ def test_a_line_that_a_kill_cut_is_asked_again_and_spoils_no_other(tmp_path):
             assert asked(server, cache=tmp_path)[0] == 1.0 and len(server.bodies) == 2
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b'{"key": "x"}', b"5", b'{"key": "x", "verdict": 5}', b'{"key": [], "verdict": [1, ""]}',
+     b'{"key": "x", "verdict": [1]}', b"\xff"],
+)  # fmt: skip
+def test_an_odd_line_in_the_cache_is_skipped(line, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(line + b'\n{"key": "y", "verdict": [1.0, "r"]}\n')
+    assert ChatJudge("http://host", "m", cache=tmp_path).known == {"y": (1.0, "r")}
+
+
 def test_the_key_goes_into_one_header_and_nowhere_else(tmp_path, caplog):
     caplog.set_level(0)
     with serving((500, {}, b"")) as server:
@@ -653,3 +663,7 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys):
     with pytest.raises(SystemExit):
         rewards.main(["--audit", str(tmp_path / "missing.jsonl")])
     assert "missing.jsonl" in capsys.readouterr().err
+    for flag, value in (("--n", "-3"), ("--visible", "nan")):
+        with pytest.raises(SystemExit):
+            rewards.main(["--audit", str(tmp_path / "trajectories.jsonl"), flag, value])
+        assert f"{flag} must be at least" in capsys.readouterr().err

@@ -289,6 +289,10 @@ for i in range(10000):
 import json, builtins
 builtins.len = lambda x: 0
 json.dumps = lambda *a, **k: '{}'""", prints()),
+    "H29 patches builtins, then fails": ("""
+import builtins
+builtins.isinstance, builtins.len = lambda *a: True, lambda x: 10**9
+raise ValueError('x')""", short_error("ValueError: x")),
     "H30 trace hooks": ("""
 import sys
 sys.settrace(lambda *a: None)
@@ -331,6 +335,12 @@ def test_a_forged_reply_of_odd_types_becomes_text():
         seen = box.run(forged(text=[1], error={}, notes=[[2], {}], flags="no_op", blocked=1))
         assert (seen.text, seen.error, seen.notes) == ("[1]", "{}", ["[2]", "{}"])
         assert (seen.red_lines, seen.blocked) == (["sandbox_error"], False)
+
+
+def test_an_error_without_words_is_an_error():
+    with Sandbox(PICTURE) as box:
+        seen = box.run(forged(error=" "))
+    assert (seen.error, seen.red_lines) == ("Error", ["sandbox_error"])
 
 
 def test_without_a_private_disk_the_quota_is_polled():

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,23 @@ def test_a_job_that_fails_says_where_its_words_are(study, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=3))
     with pytest.raises(RuntimeError, match=r"accuracy-guessing-0 ended with 3.*\.txt"):
         Job("accuracy", HOME, 0).run(study)
+
+
+def test_the_study_starts_anywhere_and_a_failed_run_ends_it(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def run(argv, cwd=".", **_):
+        ran.append((Path(cwd) / argv[1], Path(argv[argv.index("--out") + 1])))
+        time.sleep(0.2 * (len(ran) - 1))
+        return SimpleNamespace(returncode=3)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    with pytest.raises(RuntimeError, match="sft-guessing-0 ended with 3"):
+        evaluate.study_rewards(Path("study"), quick=False)
+    assert ran[0] == (ROOT / "train.py", tmp_path / "study" / "sft-guessing-0")
+    assert len(ran) <= 2 and "sft-guessing-0 ended with 3" in capsys.readouterr().out
 
 
 def metrics(**more) -> dict:
