@@ -24,6 +24,7 @@ uninterrupted one does, and two processes play the same games as one.
 
 import argparse
 import copy
+import fcntl
 import gc
 import importlib.util
 import json
@@ -206,10 +207,12 @@ def parse_config(argv: list[str] | None = None) -> Config:
     parser.set_defaults(**PRESETS.get(preset, {}))
     values = vars(parser.parse_args(argv))
     resume, node = values.pop("resume", None), values.pop("plan", None)
-    if resume and len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
+    if resume is not None and len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
         parser.error("--resume goes alone: a run continues with its own config")
+    if resume == "":
+        parser.error("--resume wants the folder of a run, got an empty name")
     try:
-        config = read_config(Path(resume)) if resume else Config(**values)
+        config = Config(**values) if resume is None else read_config(Path(resume))
         check(config)
         if node:
             fits, text = plan(config, node)
@@ -444,16 +447,22 @@ class Run:
             self.side = dist.new_group(backend="gloo", timeout=self.timeout)
             # When one process dies, torchrun sends SIGTERM to the others: they say where they were.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"told to end: {self.place()}"))
+        if self.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.log_file = open(self.folder / "log.jsonl", "ab")
+            try:  # until this process ends, however it does
+                fcntl.flock(self.log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SystemExit(f"another process is training in {self.folder}: wait for it, or "
+                                 f"give --out another folder") from None  # fmt: skip
         self.state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
                       "best": None, "seconds": {}, "stages": {}}  # fmt: skip
         if (self.folder / "state.json").is_file():
             self.state |= json.loads((self.folder / "state.json").read_text())
         if not self.first:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "config.json", asdict(config))
         # A log may run ahead of its checkpoint: those steps will be done, and logged, again.
-        self.log_file = open(self.folder / "log.jsonl", "ab")
         there, counted = self.log_file.tell(), self.state["log_bytes"]
         if there < counted:
             raise SystemExit(f"{self.folder}/log.jsonl has {there} bytes, but state.json counts on "

@@ -114,10 +114,15 @@ def test_a_flag_beside_resume_is_refused_however_it_is_spelt(words, capsys):
     assert "--resume goes alone" in capsys.readouterr().err
 
 
-def test_a_run_that_is_not_there_cannot_be_resumed(capsys):
+@pytest.mark.parametrize("words, message", [
+    (["--resume", "no-such-run"], "nothing to resume in no-such-run"),
+    (["--resume", ""], "--resume wants the folder of a run"),
+    (["--resume="], "--resume wants the folder of a run"),
+])  # fmt: skip
+def test_a_run_that_is_not_there_cannot_be_resumed(words, message, capsys):
     with pytest.raises(SystemExit):
-        parse_config(["--resume", "no-such-run"])
-    assert "nothing to resume in no-such-run" in capsys.readouterr().err
+        parse_config(words)
+    assert message in capsys.readouterr().err
 
 
 def test_every_field_of_the_rules_and_the_objective_is_a_flag_and_arrives(tmp_path):
@@ -186,9 +191,23 @@ def test_a_log_that_lost_lines_is_noticed_at_once(tmp_path):
     a_run = train.Run(Config(out=str(tmp_path)))
     a_run.log({"stage": "sft", "step": 1, "grad_norm": 1.0})
     a_run.update(step=1)
+    a_run.log_file.close()
     (tmp_path / "log.jsonl").write_bytes(b"")
     with pytest.raises(SystemExit, match="log.jsonl has 0 bytes, but state.json counts on"):
         train.Run(Config(out=str(tmp_path)))
+
+
+def test_two_runs_never_share_a_folder(tmp_path):
+    a_run = train.Run(Config(out=str(tmp_path)))
+    before = (tmp_path / "config.json").read_bytes()
+    child = subprocess.Popen(["sleep", "60"])  # started while the lock is held, as sandboxes are
+    with pytest.raises(SystemExit, match="another process is training in .*: wait for it, or give"):
+        train.Run(Config(out=str(tmp_path), seed=7))
+    assert (tmp_path / "config.json").read_bytes() == before
+    a_run.log_file.close()  # as a kill does: then the child must not hold it
+    train.Run(Config(out=str(tmp_path)))
+    child.kill()
+    child.wait()
 
 
 # --- whole runs ------------------------------------------------------------------------------
@@ -306,6 +325,7 @@ def test_a_half_written_checkpoint_is_never_used(tmp_path, learner):
     a_run.save(*learner, 2)
     (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
     (tmp_path / "checkpoint-sft-4" / "__0_0.distcp").write_bytes(b"half")
+    a_run.log_file.close()
     again = train.Run(config)
     assert again.state["checkpoint"] == "checkpoint-sft-2"
     again.save(*learner, 4)
