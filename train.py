@@ -50,6 +50,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
@@ -508,6 +509,8 @@ class Run:
             if self.side:
                 dist.monitored_barrier(self.side, self.timeout, wait_all_ranks=True)
             yield
+        except FloatingPointError as error:
+            raise SystemExit(self.diverged(str(error))) from error
         except Exception as error:
             error.add_note(self.place())
             raise
@@ -516,6 +519,20 @@ class Run:
 
     def place(self) -> str:
         return f"process {self.rank} of {self.n}, at `{self.doing}`, {self.now}"
+
+    def diverged(self, what: str) -> str:
+        lr, last = f"{self.state['stage']}_lr", self.state["checkpoint"] or "the stage's start"
+        return (f"stopped ({self.place()}): {what}. Lower {lr} in {self.folder}/config.json and go "
+                f"on with --resume {self.folder} (from {last}), or start a new run with a lower "
+                f"{flag(lr)}")  # fmt: skip
+
+    def check_weights(self, policy: Policy) -> None:
+        """After each step, so that no broken policy plays or is saved. Each process looks at its
+        own part. Of squares, as those of huge but finite weights overflow in a forward too."""
+        own = [p.to_local() if isinstance(p, DTensor) else p for p in policy.model.parameters()]
+        sums = torch.stack([p.detach().square().sum() for p in own])
+        if not all(gathered(bool(sums.isfinite().all()))):
+            raise SystemExit(self.diverged("the policy's weights are not finite, or huge"))
 
     def spent(self, seconds: dict[str, float]) -> None:
         for sums in (self.state["seconds"], self.lap):
@@ -747,6 +764,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
         if (i + 1) % 50 == 0 and sum(gathered(len(held_out))):
             line["held_out"] = -mean_logp(policy, batched(held_out), learn=False)
         run.log(line)
+        run.check_weights(policy)
         if (i + 1) % config.save_every == 0:
             run.save(policy, optimizer, i + 1)
 
@@ -919,6 +937,7 @@ def main() -> None:
         # 5. Report. Where did it look, and what did it cost?                 faithfulness.py
         seconds = time.perf_counter() - began
         report_step(run, config, world, step + 1, groups, rewards, learnt, tally, seconds)
+        run.check_weights(policy)
         if config.eval_every and (step + 1) % config.eval_every == 0:
             sync(policy, actor)
             seen = measure_policy(run, config, actor, every=4)

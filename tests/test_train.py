@@ -369,6 +369,33 @@ def test_a_checkpoint_gives_back_weights_and_moments_to_the_bit(tmp_path, learne
         assert all(torch.equal(moments[k], got["moments"][name][k]) for k in moments)
 
 
+@pytest.mark.parametrize("weight", [float("nan"), float("-inf"), 1e30])
+def test_a_diverged_policy_is_neither_saved_nor_played(weight, tmp_path, learner, samples):
+    policy, a_run = learner[0], train.Run(Config(out=str(tmp_path)))
+    a_run.check_weights(policy)
+    a_run.update(stage="rl", checkpoint="checkpoint-rl-2")
+    a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
+    with torch.no_grad():
+        policy.model.lm_head.weight[5, 7] = weight
+    words = r"rl step 3\): .* Lower rl_lr .* --resume .* \(from checkpoint-rl-2\)"
+    with pytest.raises(SystemExit, match=words):
+        a_run.check_weights(policy)
+    with torch.no_grad():
+        policy.model.lm_head.weight[:] = float("nan")
+    with pytest.raises(SystemExit, match=words.replace(": .*", ".* scores of the next .*")):
+        with a_run.clock("act"):
+            play(policy, samples[:1], 2, RULES)
+
+
+def test_a_far_too_high_rate_is_told_before_anything_is_saved(tmp_path):
+    words = ["--rl-lr", "1e30", "--questions", "2", "--save-every", "1", "--sft-steps", "20"]
+    done = run(*command(tmp_path / "run", *words))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "after rl step 1): the policy's weights are not finite, or huge" in done.stderr
+    assert "(from the stage's start)" in done.stderr
+    assert not list(tmp_path.glob("run/checkpoint-rl-*"))
+
+
 @pytest.mark.parametrize("node, code, words", [
     ("8x80", 0, ["8,292,166,656", "reference       4.1", "409,600 trajectories", "it fits"]),
     ("4x24", 2, ["it does not fit", "--beta 0 (no reference)    saves  8.3 GB", "lower --max-l"]),
