@@ -279,9 +279,21 @@ def check_data(config: Config) -> None:
                          "served vision-language model such as http://host:8000/v1")  # fmt: skip
     if config.sft_steps < 0 and not config.sft_data:
         raise ValueError("--sft-steps -1 counts passes over --sft-data: give that, or a number")
-    for where, steps in (config.sft_data, config.sft_steps), (config.rl_data, config.rl_steps):
-        if where and steps:
-            read_rows(where)  # so that a wrong name is found now, not when its stage begins
+    if config.judge_url:
+        ChatJudge(config.judge_url, config.judge_model)  # so that a wrong address is found now,
+    if config.sft_data and config.sft_steps:
+        read_rows(config.sft_data)  # and a wrong name, not when its stage begins
+    if config.rl_data and config.rl_steps:
+        n = len(read_rows(config.rl_data))
+        if n - (held := held_back(config, n)) < config.questions:
+            raise ValueError(f"{config.rl_data} has {n} rows, {held} of them held out, for "
+                             f"--questions {config.questions} a step: give more rows or lower "
+                             f"--questions")  # fmt: skip
+
+
+def held_back(config: Config, n: int) -> int:
+    """How many of n questions of --rl-data are kept for the evaluation."""
+    return min(config.eval_questions, max(1, n // 10))
 
 
 def weights(config: Config) -> Weights:
@@ -668,7 +680,7 @@ def data_world(config: Config, policy: Policy, folder: Path) -> World:
 
     data = load_rl(config.rl_data, config.on_bad, fits)
     tell_skipped(data, data.skipped, folder / "skipped-rl.jsonl")
-    held = min(config.eval_questions, max(1, len(data) // 10))
+    held = held_back(config, len(data))
     everything = shuffled(len(data), len(data), f"held out {config.seed}")(0)
     own, measured = everything[held:], [data[i] for i in everything[:held]]
     if len(own) < config.questions:
@@ -683,6 +695,15 @@ def data_world(config: Config, policy: Policy, folder: Path) -> World:
 
     asked = dict(url=config.judge_url, model=config.judge_model, cache=folder / "judge")
     return World(questions, measured, ChatJudge(**asked), ChatJudge(**asked, prompt="evaluation"))
+
+
+def check_prompts(config: Config, policy: Policy, samples: Sequence[Sample]) -> None:
+    """The first stands for all: the toy's are alike, and data_world has checked those of files."""
+    try:
+        prompt = policy.encode_prompt(samples[0], pixels=False)
+        check_fits(policy, samples[0], prompt, rules(config))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def tell_skipped(usable: Sequence, skipped: list, path: Path) -> None:
@@ -722,6 +743,9 @@ def demonstration_rows(
         how = config.train_rounds, rules(config), config.on_bad
         demos, skipped = load_thyme(policy, config.sft_data, *how)
         tell_skipped(demos, skipped, run.folder / "skipped-sft.jsonl")
+        if not len(demos):
+            raise SystemExit(f"0 of {len(skipped)} demonstrations of {config.sft_data} can be "
+                             f"used, see {run.folder / 'skipped-sft.jsonl'}")  # fmt: skip
         held = min(100, len(demos) // 10)
     else:
         scripts, held = demonstrations(config.sft_demos + 100, config.seed), 100
@@ -741,6 +765,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
     """SFT: imitate demonstrations, the mean log-probability of their acted tokens."""
     start, betas = config.model, (0.9, 0.98)
     policy, actor, optimizer = run.open(config, "sft", start, config.sft_lr, betas, device)
+    check_prompts(config, policy, run.world(config, policy).measured)  # before hours of imitation
     steps = config.sft_steps
     if steps:
         with run.clock("demonstrations"):

@@ -26,6 +26,7 @@ from rollout import Policy, play
 from train import Config, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
+RL_ROWS = str(ROOT / "tests" / "fixtures" / "codev_rl.parquet")  # 9 of them
 SHORT = [
     "--sft-steps", "14", "--sft-demos", "60", "--rl-steps", "5", "--questions", "4",
     "--rollouts", "4", "--eval-questions", "12", "--save-every", "2", "--sft-lr", "8e-3",
@@ -450,6 +451,8 @@ def test_an_error_says_whose_it_is_and_where(tmp_path):
     (["--tracker", "wandb"], "pip install wandb"),
     (["--rl-data", "no/such/rows.jsonl", "--judge-url", "http://h/v1"], "no data in no/such"),
     (["--sft-data", "no/such/rows.jsonl"], "no data in no/such"),
+    (["--rl-data", RL_ROWS, "--judge-url", "host:8000"], "should look like http://host:8000/v1"),
+    (["--rl-data", RL_ROWS, "--judge-url", "http://h/v1"], "give more rows or lower --questions"),
 ])  # fmt: skip
 def test_what_public_data_need_is_asked_for_at_once(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -463,6 +466,21 @@ def test_a_run_without_a_demonstration_that_fits_is_refused(policy, tmp_path):
     config = parse_config(["--out", str(tmp_path / "run"), *words])
     with pytest.raises(SystemExit, match="53 usable demonstrations less 100 .* raise --max-length"):
         train.demonstration_rows(None, config, policy)
+
+
+def test_demonstrations_of_which_none_can_be_used_are_told(policy, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "q"}\n' * 3)
+    config = Config(sft_data=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(SystemExit, match="^0 of 3 demonstrations .*, see .*skipped-sft.jsonl$"):
+        train.demonstration_rows(train.SimpleNamespace(folder=tmp_path), config, policy)
+
+
+def test_a_limit_that_no_prompt_fits_is_told_before_stage_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "imitate", lambda *_: pytest.fail("imitated first"))
+    words = ["--sft-steps", "1", "--sft-demos", "8", "--max-length", "40"]
+    config = parse_config(["--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit, match="its prompt has .* but --max-length 40 leaves 8"):
+        train.stage_1(train.Run(config), config, torch.device("cpu"))
 
 
 # --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --
