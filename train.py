@@ -224,9 +224,16 @@ def parse_config(argv: list[str] | None = None) -> Config:
         if not resume and (Path(config.out) / "state.json").exists():
             raise ValueError(f"{config.out} holds a run already: continue it with --resume "
                              f"{config.out}, or give this one another --out")  # fmt: skip
+        out = Path(config.out)
+        there = next(path for path in (out, *out.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise ValueError(f"--out {out} cannot be made: {there} is no folder to write to")
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     return config
+
+
+WHAT_NOW = "put a copy back, or start a new run with another --out"
 
 
 def read_config(folder: Path) -> Config:
@@ -234,9 +241,39 @@ def read_config(folder: Path) -> Config:
     if not path.is_file():
         raise FileNotFoundError(f"nothing to resume in {folder}: it has no config.json")
     try:
-        return replace(Config(**json.loads(path.read_text())), out=str(folder))
+        config = replace(Config(**read_json(path)), out=str(folder))
     except TypeError as error:
         raise ValueError(f"{path} is not the config of a run of this version: {error}") from error
+    for f in fields(Config):
+        value, kinds = getattr(config, f.name), (int, float) if f.type is float else (f.type,)
+        if type(value) not in kinds:
+            raise ValueError(f"{path}: {f.name} should be of type {f.type.__name__}, got {value!r}")
+    read_state(folder)
+    return config
+
+
+def read_state(folder: Path) -> dict:
+    """How far the run in this folder is (class Run)."""
+    state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
+             "best": None, "seconds": {}, "stages": {}}  # fmt: skip
+    if (path := folder / "state.json").exists():
+        if state.keys() - (found := read_json(path)).keys():
+            raise ValueError(f"{path} is damaged: {WHAT_NOW}")
+        state |= found
+    name = state["checkpoint"]
+    if name and not (folder / name / ".metadata").is_file():
+        raise ValueError(f"{path} goes on from {name}, which is not there or not whole: {WHAT_NOW}")
+    return state
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text())
+    except ValueError:  # cut short, or no text
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: {WHAT_NOW}")
+    return value
 
 
 def check(config: Config) -> None:
@@ -468,10 +505,7 @@ class Run:
             except BlockingIOError:
                 raise SystemExit(f"another process is training in {self.folder}: wait for it, or "
                                  f"give --out another folder") from None  # fmt: skip
-        self.state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
-                      "best": None, "seconds": {}, "stages": {}}  # fmt: skip
-        if (self.folder / "state.json").is_file():
-            self.state |= json.loads((self.folder / "state.json").read_text())
+        self.state = read_state(self.folder)
         if not self.first:
             return
         write_json(self.folder / "config.json", asdict(config))

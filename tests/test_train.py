@@ -126,6 +126,37 @@ def test_a_run_that_is_not_there_cannot_be_resumed(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name, text, message", [
+    ("state.json", "", "state.json is damaged: put a copy back"),
+    ("state.json", '{"stage": "rl", "st', "state.json is damaged: put a copy back"),
+    ("state.json", "[]", "state.json is damaged: put a copy back"),
+    ("state.json", "{}", "state.json is damaged: put a copy back"),
+    ("config.json", "", "config.json is damaged: put a copy back"),
+    ("config.json", '{"rl_steps": "5"}', "config.json: rl_steps should be of type int, got '5'"),
+    ("config.json", '{"seed": true}', "config.json: seed should be of type int, got True"),
+    ("checkpoint-sft-2/.metadata", None, "checkpoint-sft-2, which is not there or not whole: put"),
+])  # fmt: skip
+def test_a_damaged_run_is_told_with_its_file(name, text, message, tmp_path, capsys):
+    (tmp_path / "checkpoint-sft-2").mkdir()
+    (tmp_path / "checkpoint-sft-2" / ".metadata").touch()
+    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2")
+    a_run.log_file.close()
+    assert parse_config(["--resume", str(tmp_path)]) == Config(out=str(tmp_path))
+    (tmp_path / name).unlink() if text is None else (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit):
+        parse_config(["--resume", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["file", "file/sub/run"])
+def test_a_folder_that_cannot_be_made_is_told(name, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        parse_config(["--out", str(tmp_path / name)])
+    assert "cannot be made" in capsys.readouterr().err
+
+
 def test_every_field_of_the_rules_and_the_objective_is_a_flag_and_arrives(tmp_path):
     other = {int: "77", float: "0.25", bool: None, str: None}
     words = {"ratio_anchor": "ref", "loss_agg": "sequence"}
