@@ -944,8 +944,7 @@ def assemble(config: Config) -> Accelerator:
     return team
 
 
-def main() -> None:
-    config = parse_config()
+def main(config: Config) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     if config.preset == "tiny-base":
         return pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
@@ -1009,4 +1008,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    chosen = parse_config()
+    try:
+        main(chosen)
+    except KeyboardInterrupt:  # Ctrl-C
+        begun = (Path(chosen.out) / "log.jsonl").exists()
+        print("\nstopped" + f"; to go on: python train.py --resume {chosen.out}" * begun)
+        sys.exit(130)

@@ -210,7 +210,7 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", argv)
     train.score.__globals__["Reward"] = importlib.import_module("rewards").Reward
     with pytest.raises(KeyboardInterrupt):
-        train.main()
+        train.main(parse_config())
     assert seen["reward"] == "tool_bonus" and seen["reference"] == "the SFT model"
     usual = importlib.import_module("data").USUAL_TEXTURE
     search = [q for q in seen["shortcut"] if q.kind == "search"]
@@ -302,7 +302,7 @@ def half(state, checkpoint_id):
     os.kill(os.getpid(), signal.SIGKILL)
 train.dcp.save = half
 sys.argv = ["train.py", "--resume", sys.argv[1]]
-train.main()
+train.main(train.parse_config())
 """
 
 
@@ -417,6 +417,19 @@ def test_a_diverged_policy_is_neither_saved_nor_played(weight, tmp_path, learner
     with pytest.raises(SystemExit, match=words.replace(": .*", ".* scores of the next .*")):
         with a_run.clock("act"):
             play(policy, samples[:1], 2, RULES)
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    words = command(tmp_path / "run", "--sft-steps", "100000", "--save-every", "100000")
+    process = subprocess.Popen(words, cwd=ROOT, stdout=-1, stderr=-1, text=True)
+    log, deadline = tmp_path / "run" / "log.jsonl", time.time() + 100
+    while not (log.exists() and log.stat().st_size):
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert out.endswith(f"stopped; to go on: python train.py --resume {tmp_path}/run\n")
 
 
 def test_a_far_too_high_rate_is_told_before_anything_is_saved(tmp_path):
