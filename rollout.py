@@ -349,6 +349,8 @@ class Dice(LogitsProcessor):
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # scores [B, V]
         p = (scores / self.temperature).softmax(-1, dtype=torch.float64)  # [B, V]
         reached = p.cumsum(-1)  # [B, V]
+        if not reached[:, -1].isfinite().all():
+            raise FloatingPointError("the policy's scores of the next token are not finite")
         # (A draw is at most 1 - 2^-24: far enough from 1 for the rounding of a float64 sum.)
         beyond = reached > self.draws[:, ids.shape[1] - self.start, None] * reached[:, -1:]
         return (beyond & (p > 0)).float()

@@ -24,6 +24,7 @@ uninterrupted one does, and two processes play the same games as one.
 
 import argparse
 import copy
+import fcntl
 import gc
 import importlib.util
 import json
@@ -49,6 +50,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
@@ -206,10 +208,12 @@ def parse_config(argv: list[str] | None = None) -> Config:
     parser.set_defaults(**PRESETS.get(preset, {}))
     values = vars(parser.parse_args(argv))
     resume, node = values.pop("resume", None), values.pop("plan", None)
-    if resume and len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
+    if resume is not None and len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
         parser.error("--resume goes alone: a run continues with its own config")
+    if resume == "":
+        parser.error("--resume wants the folder of a run, got an empty name")
     try:
-        config = read_config(Path(resume)) if resume else Config(**values)
+        config = Config(**values) if resume is None else read_config(Path(resume))
         check(config)
         if node:
             fits, text = plan(config, node)
@@ -220,9 +224,16 @@ def parse_config(argv: list[str] | None = None) -> Config:
         if not resume and (Path(config.out) / "state.json").exists():
             raise ValueError(f"{config.out} holds a run already: continue it with --resume "
                              f"{config.out}, or give this one another --out")  # fmt: skip
+        out = Path(config.out)
+        there = next(path for path in (out, *out.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise ValueError(f"--out {out} cannot be made: {there} is no folder to write to")
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     return config
+
+
+WHAT_NOW = "put a copy back, or start a new run with another --out"
 
 
 def read_config(folder: Path) -> Config:
@@ -230,9 +241,39 @@ def read_config(folder: Path) -> Config:
     if not path.is_file():
         raise FileNotFoundError(f"nothing to resume in {folder}: it has no config.json")
     try:
-        return replace(Config(**json.loads(path.read_text())), out=str(folder))
+        config = replace(Config(**read_json(path)), out=str(folder))
     except TypeError as error:
         raise ValueError(f"{path} is not the config of a run of this version: {error}") from error
+    for f in fields(Config):
+        value, kinds = getattr(config, f.name), (int, float) if f.type is float else (f.type,)
+        if type(value) not in kinds:
+            raise ValueError(f"{path}: {f.name} should be of type {f.type.__name__}, got {value!r}")
+    read_state(folder)
+    return config
+
+
+def read_state(folder: Path) -> dict:
+    """How far the run in this folder is (class Run)."""
+    state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
+             "best": None, "seconds": {}, "stages": {}}  # fmt: skip
+    if (path := folder / "state.json").exists():
+        if state.keys() - (found := read_json(path)).keys():
+            raise ValueError(f"{path} is damaged: {WHAT_NOW}")
+        state |= found
+    name = state["checkpoint"]
+    if name and not (folder / name / ".metadata").is_file():
+        raise ValueError(f"{path} goes on from {name}, which is not there or not whole: {WHAT_NOW}")
+    return state
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text())
+    except ValueError:  # cut short, or no text
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: {WHAT_NOW}")
+    return value
 
 
 def check(config: Config) -> None:
@@ -275,9 +316,21 @@ def check_data(config: Config) -> None:
                          "served vision-language model such as http://host:8000/v1")  # fmt: skip
     if config.sft_steps < 0 and not config.sft_data:
         raise ValueError("--sft-steps -1 counts passes over --sft-data: give that, or a number")
-    for where, steps in (config.sft_data, config.sft_steps), (config.rl_data, config.rl_steps):
-        if where and steps:
-            read_rows(where)  # so that a wrong name is found now, not when its stage begins
+    if config.judge_url:
+        ChatJudge(config.judge_url, config.judge_model)  # so that a wrong address is found now,
+    if config.sft_data and config.sft_steps:
+        read_rows(config.sft_data)  # and a wrong name, not when its stage begins
+    if config.rl_data and config.rl_steps:
+        n = len(read_rows(config.rl_data))
+        if n - (held := held_back(config, n)) < config.questions:
+            raise ValueError(f"{config.rl_data} has {n} rows, {held} of them held out, for "
+                             f"--questions {config.questions} a step: give more rows or lower "
+                             f"--questions")  # fmt: skip
+
+
+def held_back(config: Config, n: int) -> int:
+    """How many of n questions of --rl-data are kept for the evaluation."""
+    return min(config.eval_questions, max(1, n // 10))
 
 
 def weights(config: Config) -> Weights:
@@ -444,16 +497,19 @@ class Run:
             self.side = dist.new_group(backend="gloo", timeout=self.timeout)
             # When one process dies, torchrun sends SIGTERM to the others: they say where they were.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"told to end: {self.place()}"))
-        self.state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
-                      "best": None, "seconds": {}, "stages": {}}  # fmt: skip
-        if (self.folder / "state.json").is_file():
-            self.state |= json.loads((self.folder / "state.json").read_text())
+        if self.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.log_file = open(self.folder / "log.jsonl", "ab")
+            try:  # until this process ends, however it does
+                fcntl.flock(self.log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SystemExit(f"another process is training in {self.folder}: wait for it, or "
+                                 f"give --out another folder") from None  # fmt: skip
+        self.state = read_state(self.folder)
         if not self.first:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "config.json", asdict(config))
         # A log may run ahead of its checkpoint: those steps will be done, and logged, again.
-        self.log_file = open(self.folder / "log.jsonl", "ab")
         there, counted = self.log_file.tell(), self.state["log_bytes"]
         if there < counted:
             raise SystemExit(f"{self.folder}/log.jsonl has {there} bytes, but state.json counts on "
@@ -499,6 +555,8 @@ class Run:
             if self.side:
                 dist.monitored_barrier(self.side, self.timeout, wait_all_ranks=True)
             yield
+        except FloatingPointError as error:
+            raise SystemExit(self.diverged(str(error))) from error
         except Exception as error:
             error.add_note(self.place())
             raise
@@ -507,6 +565,20 @@ class Run:
 
     def place(self) -> str:
         return f"process {self.rank} of {self.n}, at `{self.doing}`, {self.now}"
+
+    def diverged(self, what: str) -> str:
+        lr, last = f"{self.state['stage']}_lr", self.state["checkpoint"] or "the stage's start"
+        return (f"stopped ({self.place()}): {what}. Lower {lr} in {self.folder}/config.json and go "
+                f"on with --resume {self.folder} (from {last}), or start a new run with a lower "
+                f"{flag(lr)}")  # fmt: skip
+
+    def check_weights(self, policy: Policy) -> None:
+        """After each step, so that no broken policy plays or is saved. Each process looks at its
+        own part. Of squares, as those of huge but finite weights overflow in a forward too."""
+        own = [p.to_local() if isinstance(p, DTensor) else p for p in policy.model.parameters()]
+        sums = torch.stack([p.detach().square().sum() for p in own])
+        if not all(gathered(bool(sums.isfinite().all()))):
+            raise SystemExit(self.diverged("the policy's weights are not finite, or huge"))
 
     def spent(self, seconds: dict[str, float]) -> None:
         for sums in (self.state["seconds"], self.lap):
@@ -642,7 +714,7 @@ def data_world(config: Config, policy: Policy, folder: Path) -> World:
 
     data = load_rl(config.rl_data, config.on_bad, fits)
     tell_skipped(data, data.skipped, folder / "skipped-rl.jsonl")
-    held = min(config.eval_questions, max(1, len(data) // 10))
+    held = held_back(config, len(data))
     everything = shuffled(len(data), len(data), f"held out {config.seed}")(0)
     own, measured = everything[held:], [data[i] for i in everything[:held]]
     if len(own) < config.questions:
@@ -657,6 +729,15 @@ def data_world(config: Config, policy: Policy, folder: Path) -> World:
 
     asked = dict(url=config.judge_url, model=config.judge_model, cache=folder / "judge")
     return World(questions, measured, ChatJudge(**asked), ChatJudge(**asked, prompt="evaluation"))
+
+
+def check_prompts(config: Config, policy: Policy, samples: Sequence[Sample]) -> None:
+    """The first stands for all: the toy's are alike, and data_world has checked those of files."""
+    try:
+        prompt = policy.encode_prompt(samples[0], pixels=False)
+        check_fits(policy, samples[0], prompt, rules(config))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def tell_skipped(usable: Sequence, skipped: list, path: Path) -> None:
@@ -696,6 +777,9 @@ def demonstration_rows(
         how = config.train_rounds, rules(config), config.on_bad
         demos, skipped = load_thyme(policy, config.sft_data, *how)
         tell_skipped(demos, skipped, run.folder / "skipped-sft.jsonl")
+        if not len(demos):
+            raise SystemExit(f"0 of {len(skipped)} demonstrations of {config.sft_data} can be "
+                             f"used, see {run.folder / 'skipped-sft.jsonl'}")  # fmt: skip
         held = min(100, len(demos) // 10)
     else:
         scripts, held = demonstrations(config.sft_demos + 100, config.seed), 100
@@ -715,6 +799,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
     """SFT: imitate demonstrations, the mean log-probability of their acted tokens."""
     start, betas = config.model, (0.9, 0.98)
     policy, actor, optimizer = run.open(config, "sft", start, config.sft_lr, betas, device)
+    check_prompts(config, policy, run.world(config, policy).measured)  # before hours of imitation
     steps = config.sft_steps
     if steps:
         with run.clock("demonstrations"):
@@ -738,6 +823,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
         if (i + 1) % 50 == 0 and sum(gathered(len(held_out))):
             line["held_out"] = -mean_logp(policy, batched(held_out), learn=False)
         run.log(line)
+        run.check_weights(policy)
         if (i + 1) % config.save_every == 0:
             run.save(policy, optimizer, i + 1)
 
@@ -858,8 +944,7 @@ def assemble(config: Config) -> Accelerator:
     return team
 
 
-def main() -> None:
-    config = parse_config()
+def main(config: Config) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     if config.preset == "tiny-base":
         return pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
@@ -910,6 +995,7 @@ def main() -> None:
         # 5. Report. Where did it look, and what did it cost?                 faithfulness.py
         seconds = time.perf_counter() - began
         report_step(run, config, world, step + 1, groups, rewards, learnt, tally, seconds)
+        run.check_weights(policy)
         if config.eval_every and (step + 1) % config.eval_every == 0:
             sync(policy, actor)
             seen = measure_policy(run, config, actor, every=4)
@@ -922,4 +1008,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    chosen = parse_config()
+    try:
+        main(chosen)
+    except KeyboardInterrupt:  # Ctrl-C
+        begun = (Path(chosen.out) / "log.jsonl").exists()
+        print("\nstopped" + f"; to go on: python train.py --resume {chosen.out}" * begun)
+        sys.exit(130)

@@ -26,6 +26,7 @@ from rollout import Policy, play
 from train import Config, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
+RL_ROWS = str(ROOT / "tests" / "fixtures" / "codev_rl.parquet")  # 9 of them
 SHORT = [
     "--sft-steps", "14", "--sft-demos", "60", "--rl-steps", "5", "--questions", "4",
     "--rollouts", "4", "--eval-questions", "12", "--save-every", "2", "--sft-lr", "8e-3",
@@ -114,10 +115,46 @@ def test_a_flag_beside_resume_is_refused_however_it_is_spelt(words, capsys):
     assert "--resume goes alone" in capsys.readouterr().err
 
 
-def test_a_run_that_is_not_there_cannot_be_resumed(capsys):
+@pytest.mark.parametrize("words, message", [
+    (["--resume", "no-such-run"], "nothing to resume in no-such-run"),
+    (["--resume", ""], "--resume wants the folder of a run"),
+    (["--resume="], "--resume wants the folder of a run"),
+])  # fmt: skip
+def test_a_run_that_is_not_there_cannot_be_resumed(words, message, capsys):
     with pytest.raises(SystemExit):
-        parse_config(["--resume", "no-such-run"])
-    assert "nothing to resume in no-such-run" in capsys.readouterr().err
+        parse_config(words)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, text, message", [
+    ("state.json", "", "state.json is damaged: put a copy back"),
+    ("state.json", '{"stage": "rl", "st', "state.json is damaged: put a copy back"),
+    ("state.json", "[]", "state.json is damaged: put a copy back"),
+    ("state.json", "{}", "state.json is damaged: put a copy back"),
+    ("config.json", "", "config.json is damaged: put a copy back"),
+    ("config.json", '{"rl_steps": "5"}', "config.json: rl_steps should be of type int, got '5'"),
+    ("config.json", '{"seed": true}', "config.json: seed should be of type int, got True"),
+    ("checkpoint-sft-2/.metadata", None, "checkpoint-sft-2, which is not there or not whole: put"),
+])  # fmt: skip
+def test_a_damaged_run_is_told_with_its_file(name, text, message, tmp_path, capsys):
+    (tmp_path / "checkpoint-sft-2").mkdir()
+    (tmp_path / "checkpoint-sft-2" / ".metadata").touch()
+    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2")
+    a_run.log_file.close()
+    assert parse_config(["--resume", str(tmp_path)]) == Config(out=str(tmp_path))
+    (tmp_path / name).unlink() if text is None else (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit):
+        parse_config(["--resume", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["file", "file/sub/run"])
+def test_a_folder_that_cannot_be_made_is_told(name, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        parse_config(["--out", str(tmp_path / name)])
+    assert "cannot be made" in capsys.readouterr().err
 
 
 def test_every_field_of_the_rules_and_the_objective_is_a_flag_and_arrives(tmp_path):
@@ -173,7 +210,7 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", argv)
     train.score.__globals__["Reward"] = importlib.import_module("rewards").Reward
     with pytest.raises(KeyboardInterrupt):
-        train.main()
+        train.main(parse_config())
     assert seen["reward"] == "tool_bonus" and seen["reference"] == "the SFT model"
     usual = importlib.import_module("data").USUAL_TEXTURE
     search = [q for q in seen["shortcut"] if q.kind == "search"]
@@ -186,9 +223,23 @@ def test_a_log_that_lost_lines_is_noticed_at_once(tmp_path):
     a_run = train.Run(Config(out=str(tmp_path)))
     a_run.log({"stage": "sft", "step": 1, "grad_norm": 1.0})
     a_run.update(step=1)
+    a_run.log_file.close()
     (tmp_path / "log.jsonl").write_bytes(b"")
     with pytest.raises(SystemExit, match="log.jsonl has 0 bytes, but state.json counts on"):
         train.Run(Config(out=str(tmp_path)))
+
+
+def test_two_runs_never_share_a_folder(tmp_path):
+    a_run = train.Run(Config(out=str(tmp_path)))
+    before = (tmp_path / "config.json").read_bytes()
+    child = subprocess.Popen(["sleep", "60"])  # started while the lock is held, as sandboxes are
+    with pytest.raises(SystemExit, match="another process is training in .*: wait for it, or give"):
+        train.Run(Config(out=str(tmp_path), seed=7))
+    assert (tmp_path / "config.json").read_bytes() == before
+    a_run.log_file.close()  # as a kill does: then the child must not hold it
+    train.Run(Config(out=str(tmp_path)))
+    child.kill()
+    child.wait()
 
 
 # --- whole runs ------------------------------------------------------------------------------
@@ -251,7 +302,7 @@ def half(state, checkpoint_id):
     os.kill(os.getpid(), signal.SIGKILL)
 train.dcp.save = half
 sys.argv = ["train.py", "--resume", sys.argv[1]]
-train.main()
+train.main(train.parse_config())
 """
 
 
@@ -306,6 +357,7 @@ def test_a_half_written_checkpoint_is_never_used(tmp_path, learner):
     a_run.save(*learner, 2)
     (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
     (tmp_path / "checkpoint-sft-4" / "__0_0.distcp").write_bytes(b"half")
+    a_run.log_file.close()
     again = train.Run(config)
     assert again.state["checkpoint"] == "checkpoint-sft-2"
     again.save(*learner, 4)
@@ -347,6 +399,46 @@ def test_a_checkpoint_gives_back_weights_and_moments_to_the_bit(tmp_path, learne
         assert torch.equal(weight, got["weights"][name])
     for name, moments in want["moments"].items():
         assert all(torch.equal(moments[k], got["moments"][name][k]) for k in moments)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("-inf"), 1e30])
+def test_a_diverged_policy_is_neither_saved_nor_played(weight, tmp_path, learner, samples):
+    policy, a_run = learner[0], train.Run(Config(out=str(tmp_path)))
+    a_run.check_weights(policy)
+    a_run.update(stage="rl", checkpoint="checkpoint-rl-2")
+    a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
+    with torch.no_grad():
+        policy.model.lm_head.weight[5, 7] = weight
+    words = r"rl step 3\): .* Lower rl_lr .* --resume .* \(from checkpoint-rl-2\)"
+    with pytest.raises(SystemExit, match=words):
+        a_run.check_weights(policy)
+    with torch.no_grad():
+        policy.model.lm_head.weight[:] = float("nan")
+    with pytest.raises(SystemExit, match=words.replace(": .*", ".* scores of the next .*")):
+        with a_run.clock("act"):
+            play(policy, samples[:1], 2, RULES)
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    words = command(tmp_path / "run", "--sft-steps", "100000", "--save-every", "100000")
+    process = subprocess.Popen(words, cwd=ROOT, stdout=-1, stderr=-1, text=True)
+    log, deadline = tmp_path / "run" / "log.jsonl", time.time() + 100
+    while not (log.exists() and log.stat().st_size):
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert out.endswith(f"stopped; to go on: python train.py --resume {tmp_path}/run\n")
+
+
+def test_a_far_too_high_rate_is_told_before_anything_is_saved(tmp_path):
+    words = ["--rl-lr", "1e30", "--questions", "2", "--save-every", "1", "--sft-steps", "20"]
+    done = run(*command(tmp_path / "run", *words))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "after rl step 1): the policy's weights are not finite, or huge" in done.stderr
+    assert "(from the stage's start)" in done.stderr
+    assert not list(tmp_path.glob("run/checkpoint-rl-*"))
 
 
 @pytest.mark.parametrize("node, code, words", [
@@ -403,6 +495,8 @@ def test_an_error_says_whose_it_is_and_where(tmp_path):
     (["--tracker", "wandb"], "pip install wandb"),
     (["--rl-data", "no/such/rows.jsonl", "--judge-url", "http://h/v1"], "no data in no/such"),
     (["--sft-data", "no/such/rows.jsonl"], "no data in no/such"),
+    (["--rl-data", RL_ROWS, "--judge-url", "host:8000"], "should look like http://host:8000/v1"),
+    (["--rl-data", RL_ROWS, "--judge-url", "http://h/v1"], "give more rows or lower --questions"),
 ])  # fmt: skip
 def test_what_public_data_need_is_asked_for_at_once(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -416,6 +510,21 @@ def test_a_run_without_a_demonstration_that_fits_is_refused(policy, tmp_path):
     config = parse_config(["--out", str(tmp_path / "run"), *words])
     with pytest.raises(SystemExit, match="53 usable demonstrations less 100 .* raise --max-length"):
         train.demonstration_rows(None, config, policy)
+
+
+def test_demonstrations_of_which_none_can_be_used_are_told(policy, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "q"}\n' * 3)
+    config = Config(sft_data=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(SystemExit, match="^0 of 3 demonstrations .*, see .*skipped-sft.jsonl$"):
+        train.demonstration_rows(train.SimpleNamespace(folder=tmp_path), config, policy)
+
+
+def test_a_limit_that_no_prompt_fits_is_told_before_stage_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "imitate", lambda *_: pytest.fail("imitated first"))
+    words = ["--sft-steps", "1", "--sft-demos", "8", "--max-length", "40"]
+    config = parse_config(["--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit, match="its prompt has .* but --max-length 40 leaves 8"):
+        train.stage_1(train.Run(config), config, torch.device("cpu"))
 
 
 # --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --
