@@ -356,14 +356,24 @@ def test_a_half_written_checkpoint_is_never_used(tmp_path, learner):
     a_run = train.Run(config)
     a_run.save(*learner, 2)
     (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
-    (tmp_path / "checkpoint-sft-4" / "__0_0.distcp").write_bytes(b"half")
+    for part in ("__0_0", "__7_0"):  # eight processes were writing it
+        (tmp_path / "checkpoint-sft-4" / f"{part}.distcp").write_bytes(b"half")
     a_run.log_file.close()
     again = train.Run(config)
     assert again.state["checkpoint"] == "checkpoint-sft-2"
     again.save(*learner, 4)
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-sft-4"]
+    assert not (tmp_path / "checkpoint-sft-4" / "__7_0.distcp").exists()
     toy = Config(out=str(tmp_path), freeze_vision="none", max_pixels=0)
     again.open(toy, "sft", "tiny", 1e-3, (0.9, 0.95), "cpu")
+
+
+def test_a_kill_while_state_is_written_leaves_the_old_one(tmp_path, monkeypatch):
+    train.write_json(tmp_path / "state.json", {"step": 1})
+    monkeypatch.setattr(os, "replace", lambda *_: sys.exit("killed"))
+    with pytest.raises(SystemExit):
+        train.write_json(tmp_path / "state.json", {"step": 2})
+    assert json.loads((tmp_path / "state.json").read_text()) == {"step": 1}
 
 
 def test_the_last_few_checkpoints_are_kept_and_the_best(tmp_path, learner):
