@@ -1,6 +1,7 @@
 """What all tests share: a tiny random policy, and a way to put words into its mouth."""
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,7 +29,20 @@ settings.register_profile("codev", deadline=None, max_examples=50, derandomize=T
 settings.load_profile("codev")
 torch.set_num_threads(1)
 
+# Makes a stand-in for the released checkpoint (its tokenizer and layout, random weights). It is no
+# part of the project, so where it is missing the tests on it are skipped.
+MAKE = Path(__file__).resolve().parent.parent.parent / "shared" / "standin" / "make_checkpoint.py"
+
 RULES = Rules(turns=4, max_new_tokens=64, max_length=2048, limits=Limits(seconds=5))
+
+
+@pytest.fixture(scope="session")
+def standin_folder(tmp_path_factory) -> Path:
+    if not MAKE.exists():
+        pytest.skip("no stand-in checkpoint beside the project")
+    folder = tmp_path_factory.mktemp("standin")
+    subprocess.run([sys.executable, MAKE, folder], check=True, capture_output=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

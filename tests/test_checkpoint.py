@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,18 +24,12 @@ from grpo import group_row, log_probs
 from rollout import Policy, Rules, check_fits, freeze_vision, load_policy, play, set_budget
 from sft import load_thyme, rows_of
 
-MAKE = Path(__file__).resolve().parent.parent.parent / "shared" / "standin" / "make_checkpoint.py"
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
-pytestmark = pytest.mark.skipif(
-    not MAKE.exists(), reason="no stand-in checkpoint beside the project"
-)
 
 
 @pytest.fixture(scope="module")
-def standin(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("standin")
-    subprocess.run([sys.executable, MAKE, folder], check=True, capture_output=True)
-    return load_policy(folder)
+def standin(standin_folder):
+    return load_policy(standin_folder)
 
 
 @contextmanager
