@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# Read when transformers is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
+os.environ.setdefault("HF_DATASETS_CACHE", tempfile.gettempdir() + "/codev-tests")  # not at home
+
 import pytest
 import torch
 from hypothesis import settings
 from transformers import LogitsProcessor, LogitsProcessorList
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
-os.environ.setdefault("HF_DATASETS_CACHE", tempfile.gettempdir() + "/codev-tests")  # not at home
 
 import rollout  # noqa: E402
 from data import Sample, toy_questions  # noqa: E402
