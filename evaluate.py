@@ -82,7 +82,7 @@ from faithfulness import ablation, agreement, check_lies, count, cross_table, ev
 from faithfulness import finding, grid, listing, perturb, study_table, tool_use, without_tools
 from rewards import MAX_ANSWER, REWARDS, BoxJudge, ChatJudge, Judge, Reward, Weights
 from rewards import area, final_answer, read_number, same_answer, score
-from rollout import Policy, Rules, Step, Trajectory, check_checkpoint, load_policy, play
+from rollout import Policy, Rules, Step, TooLong, Trajectory, check_checkpoint, load_policy, play
 from sandbox import Observation
 
 GREEDY = Rules(turns=10, temperature=0.0)
@@ -263,8 +263,12 @@ def write_trajectories(
 UNFIT = ValueError, KeyError, TypeError, AttributeError, RecursionError  # what odd lines raise
 
 
-def no_trajectory(path: Path, number: int, error: Exception) -> ValueError:
-    return ValueError(
+class Unusable(ValueError):
+    """Episodes that a folder holds already, and that cannot be gone on from."""
+
+
+def no_trajectory(path: Path, number: int, error: Exception) -> Unusable:
+    return Unusable(
         f"{path}, line {number}: expected a trajectory as described at the head of evaluate.py, "
         f"but {type(error).__name__}: {error}"
     )
@@ -295,7 +299,7 @@ class Episodes(Lazy):
                 except UNFIT as error:
                     raise no_trajectory(path, number, error) from error
                 if run not in (None, theirs):
-                    raise ValueError(
+                    raise Unusable(
                         f"{path} is from another evaluation (other weights, questions or settings):"
                         f" give --out another folder, or delete it"
                     )
@@ -1286,11 +1290,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     rules = replace(GREEDY, **{name: getattr(args, name) for name in settings})
     try:
         judge, second = judges_of(args)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
         metrics, episodes = evaluate(
             policy, samples, judge, rules=rules, seed=args.seed, out=args.out,
             own_rules=own_rules, rollouts=args.avg_at, wave=args.wave, processes=processes,
         )  # fmt: skip
-    except ValueError as error:
+    except (Unusable, TooLong) as error:
         parser.error(str(error))
     if not processes.is_main_process:
         return

@@ -633,12 +633,16 @@ def listen(
     return piece
 
 
+class TooLong(ValueError):
+    """A question that leaves no room for a turn."""
+
+
 def check_fits(policy: Policy, sample: Sample, prompt: Encoded, rules: Rules) -> None:
     """A prompt must leave room for a turn; else say so by name."""
     visual = prompt.ids.count(policy.image_id)
     room = rules.max_length - rules.max_new_tokens
     if len(prompt.ids) > room:
-        raise ValueError(
+        raise TooLong(
             f"sample {sample.id}: its prompt has {len(prompt.ids)} tokens ({visual} of them for the"
             f" image), but --max-length {rules.max_length} leaves {room} beside a turn of "
             f"{rules.max_new_tokens}. Raise it, lower --max-pixels, or drop the question."
