@@ -53,6 +53,7 @@ import math
 import os
 import random
 import re
+import shutil
 import string
 import subprocess
 import sys
@@ -60,7 +61,7 @@ import textwrap
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -1007,6 +1008,7 @@ def _lines(text: str, width: int = 38, most: int = 16) -> str:
 # The study: what does each reward teach?
 
 WORLDS = {"guessing pays": 1.0, "looking pays": 0.5}  # their --shortcut
+HOME = "guessing pays"  # where all SFT models learn
 STUDIED = ("tapo", "tool_bonus", "deepeyes", "codedance", "thyme", "accuracy", "random")
 SHOWN = ("accuracy", "ood_accuracy", "tool_use", "faithful", "crop_area", "error_rate")
 QUICK = (("tapo", "tool_bonus", "accuracy"), ("guessing pays",), (0,))  # rewards, worlds, seeds
@@ -1014,7 +1016,7 @@ QUICK = (("tapo", "tool_bonus", "accuracy"), ("guessing pays",), (0,))  # reward
 
 @dataclass(frozen=True)
 class Job:
-    """One run of train.py in a folder of the study. Stage 2 starts from its seed's SFT model."""
+    """One run of train.py in a folder of the study."""
 
     reward: str  # a key of REWARDS; "zero-rl", TAPO from the base model; "sft", stage 1 alone
     world: str  # a key of WORLDS
@@ -1026,23 +1028,38 @@ class Job:
         swept = "" if self.lambda_tool == 0.2 else f"-lambda-{self.lambda_tool:g}"
         return f"{self.reward}{swept}-{self.world.split()[0]}-{self.seed}"
 
+    @property
+    def start(self) -> Job | None:
+        """Whose SFT model it takes over: its seed's, once that was measured in this world."""
+        if self.reward == "sft":
+            return None if self.world == HOME else Job("sft", HOME, self.seed)
+        return None if self.reward == "zero-rl" else Job("sft", self.world, self.seed)
+
     def command(self, study: Path) -> list[str]:
         """What one would type by hand. A run that was cut off goes on where it was."""
         folder, python = study / self.name, [sys.executable, "train.py"]
         if (folder / "state.json").exists():
             return [*python, "--resume", str(folder)]
-        begin = ["--sft-steps", "0", "--model", f"{study}/sft-guessing-{self.seed}/sft"]
-        special = {"sft": ["--rl-steps", "0"], "zero-rl": ["--sft-steps", "0"]}
+        begin = ["--model", f"{study}/{self.start.name}/sft"] if self.start else []
+        begin += ["--sft-steps", "0"] if self.start or self.reward == "zero-rl" else []
+        then = {"sft": ["--rl-steps", "0"], "zero-rl": []}
         return [
-            *python, *special.get(self.reward, [*begin, "--reward", self.reward]),
+            *python, *begin, *then.get(self.reward, ["--reward", self.reward]),
             "--seed", str(self.seed), "--shortcut", str(WORLDS[self.world]), "--eval-every", "10",
             "--lambda-tool", str(self.lambda_tool), "--out", str(folder),
         ]  # fmt: skip
 
-    def run(self, study: Path) -> None:
+    def run(self, study: Path, others: dict[Job, Future]) -> None:
+        """Train, unless that is done: once the run has ended that this one starts from."""
         folder = study / self.name
+        if self.start:
+            others[self.start].result()
         if not (folder / "summary.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
+            if self.start and self.start.world == self.world:  # the same model, the same questions:
+                own, known = folder / "sft-episodes", study / self.start.name / "sft-episodes"
+                if not (folder / "state.json").exists():  # that run has played them for all
+                    shutil.copytree(known, own, dirs_exist_ok=True)
             with open(study / f"{self.name}.txt", "a") as heard:
                 how = {"cwd": Path(__file__).parent, "stdout": heard, "stderr": heard}
                 code = subprocess.run(self.command(study), **how).returncode
@@ -1055,20 +1072,20 @@ def study_rewards(study: Path, quick: bool) -> dict:
     figures, returns the table. One run a core at a time; finished ones are not run again."""
     study = study.resolve()  # the runs start in the folder of train.py
     rewards, worlds, seeds = QUICK if quick else (STUDIED, tuple(WORLDS), (0, 1, 2))
-    home = "guessing pays"
-    stage_1 = [Job("sft", home, seed) for seed in seeds]
-    stage_2 = [Job(r, w, s) for s in seeds for w in worlds for r in rewards]
+    jobs = [Job("sft", HOME, seed) for seed in seeds]
     if not quick:
-        stage_2 += [Job("zero-rl", home, seed) for seed in seeds]
-        stage_2 += [Job("tapo", home, 0, weight) for weight in (0.1, 0.4)]
-    jobs = stage_1 + stage_2
+        jobs += [Job("zero-rl", HOME, seed) for seed in seeds]
+        jobs += [Job("tapo", HOME, 0, weight) for weight in (0.1, 0.4)]
+    jobs += [Job(r, w, s) for s in seeds for w in worlds for r in ("sft", *rewards)]
+    jobs, running = list(dict.fromkeys(jobs)), {}  # each once, and after the one it starts from
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         bar = tqdm(total=len(jobs), desc="runs")
         try:
-            for stage in (stage_1, stage_2):
-                for job in as_completed([pool.submit(job.run, study) for job in stage]):
-                    job.result()
-                    bar.update()
+            for job in jobs:
+                running[job] = pool.submit(job.run, study, running)
+            for run in as_completed(running.values()):
+                run.result()
+                bar.update()
         except RuntimeError as error:
             bar.write(f"{error}. The study ends when the runs that have begun do")
             pool.shutdown(cancel_futures=True)
@@ -1087,16 +1104,17 @@ def result(job: Job, study: Path) -> dict:
     stages = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["stages"]
     log = [json.loads(line) for line in open(folder / "log.jsonl", encoding="utf-8")]
     steps = [e for e in log if e["stage"] == "rl"]
+    start, end = ({k: v for k, v in stages[s].items() if isinstance(v, int | float | None)}
+                  for s in ("sft", "rl"))  # fmt: skip
+    tested = {e["step"]: e for e in log if e["stage"] == "evaluation"}
+    tested |= {steps[-1]["step"]: end} if steps else {}
     curve = []
     for i in range(0, len(steps), 10):
         block = steps[i : i + 10]  # ten training steps hold more rollouts than one evaluation
         names = [k for k, v in block[0].items() if isinstance(v, (int, float)) and k != "step"]
         means = {k: fmean(e[k] for e in block if e[k] is not None) for k in names}
-        tested = [e for e in log if e["stage"] == "evaluation" and e["step"] == block[-1]["step"]]
-        last = {"step": block[-1]["step"], "evaluation": tested[0] if tested else None}
-        curve.append(means | last)
-    start, end = ({k: v for k, v in stages[s].items() if isinstance(v, int | float | None)}
-                  for s in ("sft", "rl"))  # fmt: skip
+        last = block[-1]["step"]
+        curve.append(means | {"step": last, "evaluation": tested.get(last)})
     return {**asdict(job), "routes": routes(start), "start": start, "end": end, "curve": curve}
 
 

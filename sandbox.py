@@ -24,6 +24,7 @@ import builtins
 import ctypes
 import errno
 import fcntl
+import functools
 import gc
 import glob
 import hashlib
@@ -106,7 +107,7 @@ class Sandbox:
         self.walls = WALLS - set(missing.values())
         self.image = ImageOps.exif_transpose(image).convert("RGB")  # our own, to check crops with
         self.limits = limits
-        self.views = [((0, 0, *self.image.size), digest(self.image))]   # what was seen so far
+        self.views: list[tuple[Box | None, bytes]] = []     # what was shown so far
         self.socket: socket.socket | None = None
         self.started, self.closing = False, threading.Lock()
 
@@ -217,6 +218,8 @@ class Sandbox:
         seen.images = [image for image, _, _ in shown]
         seen.boxes = [box for _, box, _ in shown]
         seen.sources = ["crop" if box else source for _, box, source in shown]
+        if shown and not self.views:                # the first view is the input
+            self.views.append(((0, 0, *self.image.size), digest(self.image)))
         views = [(box, digest(image)) for image, box, _ in shown]
         nothing_new = views and all(any(same_view(v, old) for old in self.views) for v in views)
         seen.red_lines = flags + ["no_op"] * bool(nothing_new)
@@ -419,6 +422,8 @@ def serve(control: socket.socket) -> None:
     root, workers, me = make_root(), set(), os.getpid()
     os.environ["MPLCONFIGDIR"] = root       # where matplotlib writes its list of fonts
     names = usual_names()
+    if MACHINE in MACHINES:
+        call_filter()                       # made once, for all workers
     gc.freeze()                             # no collection writes to (so copies) shared memory
     control.sendall(pack({"ready": True}))
     while True:
@@ -549,7 +554,8 @@ def numbers(table: str) -> list[int]:
     return [n for row in table.split(",") if (n := int(row.split()[column])) >= 0]
 
 
-def seccomp() -> str:
+@functools.cache
+def call_filter() -> bytes:
     """Refuse what a program with one process, one thread and its own files does not need.
 
     A filter is a list of (operation, jump if so, jump if not, operand), see linux/filter.h. It
@@ -569,8 +575,12 @@ def seccomp() -> str:
                         (mask_by, 0, 0, mask), (equal, not if_equal, if_equal, value),
                         (give, 0, 0, error | errno.EPERM), (load, 0, 0, 0)]
     program.append((give, 0, 0, allow))
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
+    return b"".join(struct.pack("HBBI", *line) for line in program)
+
+
+def seccomp() -> str:
+    code = ctypes.create_string_buffer(call_filter())
+    header = struct.pack("HxxxxxxQ", len(call_filter()) // 8, ctypes.addressof(code))
     check(libc.prctl(22, 2, header, 0, 0), "seccomp")       # PR_SET_SECCOMP, filter
     return f"seccomp, {len(numbers(REFUSED))} calls refused"
 

@@ -752,13 +752,13 @@ def tell_skipped(usable: Sequence, skipped: list, path: Path) -> None:
 def measure_policy(
     run: Run, config: Config, actor: Policy, out: Path | None = None, every: int = 1
 ) -> dict:
-    """Metrics on the same questions with the same sampling seed in every run. On the toy at
-    temperature 1, where shares mirror the policy; greedy play shows only its likeliest ways."""
+    """Metrics on the same questions with the same sampling seed in every run; on the toy at
+    temperature 1, where shares mirror the policy: greedy play shows only its likeliest ways. Of a
+    stage, the episodes go to `out`: what is there is not played again. Amid training: no `out`."""
     with run.clock("evaluation"):
         world, several = run.world(config, actor), {}
         yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)
-        if run.n > 1 and every == 1:  # each process plays its part of the questions
-            out = out or run.folder / "sft-episodes"
+        if run.n > 1 and out:  # each process plays its part of the questions
             several = dict(wave=math.ceil(len(world.measured) / run.n), processes=PartialState())
         elif not run.first:
             return {}
@@ -830,7 +830,8 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
     with run.clock("sft"):
         imitate(policy, optimizer, batches_of, range(run.state["step"], steps), rate, after)
     sync(policy, actor)
-    run.end_stage(actor, measure_policy(run, config, actor), following="rl")
+    metrics = measure_policy(run, config, actor, out=run.folder / "sft-episodes")
+    run.end_stage(actor, metrics, following="rl")
 
 
 def reference_of(config: Config, sft: Path, device: torch.device) -> Policy | None:
@@ -996,7 +997,8 @@ def main(config: Config) -> None:
         seconds = time.perf_counter() - began
         report_step(run, config, world, step + 1, groups, rewards, learnt, tally, seconds)
         run.check_weights(policy)
-        if config.eval_every and (step + 1) % config.eval_every == 0:
+        every, done = config.eval_every, step + 1
+        if every and done % every == 0 and done < config.rl_steps:  # the end: of all questions
             sync(policy, actor)
             seen = measure_policy(run, config, actor, every=4)
             run.log({"stage": "evaluation", "step": step + 1} | seen)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,13 +26,17 @@ from train import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = "guessing pays"
+STARTED = defaultdict(lambda: SimpleNamespace(result=lambda: None))  # all others have ended
 
 
 @pytest.fixture
 def study(tmp_path):
-    """A folder in which the SFT model of seed 0 is there already."""
-    (tmp_path / "sft-guessing-0").mkdir()
-    (tmp_path / "sft-guessing-0" / "sft").symlink_to(ROOT / "tiny")
+    """A folder in which the SFT model of seed 0 is there already, and measured in both worlds."""
+    for world in ("guessing", "looking"):
+        episodes = tmp_path / f"sft-{world}-0" / "sft-episodes"
+        episodes.mkdir(parents=True)
+        (episodes / "trajectories.jsonl").write_text(f"of the {world} world")
+        (episodes.parent / "sft").symlink_to(ROOT / "tiny")
     return tmp_path
 
 
@@ -49,8 +54,11 @@ def test_a_job_is_a_command_that_train_understands(study, monkeypatch, reward, w
     assert (config.seed, config.shortcut, config.lambda_tool) == (0, WORLDS[world], 0.1)
     assert config.out == str(study / job.name) and config.eval_every == 10
     assert (config.rl_steps == 0) == (reward == "sft")
-    assert (config.sft_steps == 0) == (reward != "sft")
-    assert ("sft-guessing-0" in config.model) == (reward in REWARDS)
+    learns = reward == "sft" and world == HOME  # else it takes over what another run learnt
+    assert (config.sft_steps == 0) == (not learns)
+    measured_here = f"{study}/sft-{world.split()[0]}-0/sft"
+    start = {"zero-rl": "tiny", "sft": "tiny" if learns else f"{study}/sft-guessing-0/sft"}
+    assert config.model == start.get(reward, measured_here)
 
 
 def test_names_tell_all_jobs_apart():
@@ -66,18 +74,64 @@ def test_a_job_that_was_cut_off_goes_on_and_one_that_ended_is_left_alone(study, 
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    job.run(study)
+    job.run(study, STARTED)
     (study / job.name / "state.json").write_text("{}")
-    job.run(study)
+    job.run(study, STARTED)
     (study / job.name / "summary.json").write_text("{}")
-    job.run(study)
+    job.run(study, STARTED)
     assert ["--resume" in argv for argv in ran] == [False, True]
+
+
+def test_a_job_gets_the_episodes_of_its_start_if_those_are_of_its_world(study, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    for world in WORLDS:
+        job = Job("tapo", world, 0)
+        for _ in range(2):  # the first time it may have died half way
+            job.run(study, STARTED)
+        known = (study / job.name / "sft-episodes" / "trajectories.jsonl").read_text()
+        assert known == f"of the {world.split()[0]} world"
+    for job in (Job("sft", "looking pays", 1), Job("zero-rl", HOME, 0), Job("sft", HOME, 1)):
+        job.run(study, STARTED)
+        assert not list((study / job.name).iterdir())  # other questions, or another model
 
 
 def test_a_job_that_fails_says_where_its_words_are(study, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=3))
     with pytest.raises(RuntimeError, match=r"accuracy-guessing-0 ended with 3.*\.txt"):
-        Job("accuracy", HOME, 0).run(study)
+        Job("accuracy", HOME, 0).run(study, STARTED)
+
+
+def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monkeypatch):
+    began, ended = [], []
+
+    def run(argv, **_):
+        out = Path(argv[argv.index("--out") + 1])
+        began.append(out.name)
+        if "--model" in argv:
+            assert Path(argv[argv.index("--model") + 1]).parent.name in ended, argv
+        time.sleep(0.02 * ("sft" in out.name))
+        (out / "sft-episodes").mkdir(exist_ok=True)
+        (out / "summary.json").write_text(
+            json.dumps({"stages": dict.fromkeys(("sft", "rl"), metrics())})
+        )
+        (out / "log.jsonl").write_text("")
+        ended.append(out.name)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(evaluate, "draw_study", lambda *_: None)
+    evaluate.study_rewards(tmp_path, quick=True)
+    few = {f"{name}-guessing-0" for name in ("sft", "tapo", "tool_bonus", "accuracy")}
+    assert set(began) == set(ended) == few
+    evaluate.study_rewards(tmp_path, quick=False)
+    assert len(began) == len(set(began)) == 53 and set(began) == set(ended)
+    found = json.loads((tmp_path / "study.json").read_text())["runs"]
+    order = list(found)
+    assert set(order) == set(began)
+    for name, r in found.items():  # one core must never wait for a run that has not begun
+        start = Job(r["reward"], r["world"], r["seed"], r["lambda_tool"]).start
+        assert start is None or order.index(start.name) < order.index(name)
 
 
 def test_the_study_starts_anywhere_and_a_failed_run_ends_it(tmp_path, monkeypatch, capsys):
@@ -129,10 +183,7 @@ def test_a_result_is_start_end_and_the_mean_of_every_ten_steps(study):
     assert [point["step"] for point in found["curve"]] == [10, 15]
     assert [point["answer"] for point in found["curve"]] == pytest.approx([0.055, 0.13])
     assert [point["crop_area"] for point in found["curve"]] == [0.25, 0.25]
-    assert [p["evaluation"] and p["evaluation"]["ood_accuracy"] for p in found["curve"]] == [
-        0.7,
-        None,
-    ]
+    assert [p["evaluation"]["ood_accuracy"] for p in found["curve"]] == [0.7, 0.3]  # the end's
     assert found["start"]["faithful"] == 0.4 and found["end"]["faithful"] == 0.7
     assert found["reward"] == "tapo" and "rates" not in found["end"]
 

@@ -6,12 +6,13 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,9 +21,10 @@ import torch
 from conftest import ANSWER, LOOK, RULES, scripted
 from safetensors.torch import load_file
 
+import evaluate
 import train
 from data import toy_questions
-from rollout import Policy, play
+from rollout import Policy, load_policy, play
 from train import Config, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +32,7 @@ RL_ROWS = str(ROOT / "tests" / "fixtures" / "codev_rl.parquet")  # 9 of them
 SHORT = [
     "--sft-steps", "14", "--sft-demos", "60", "--rl-steps", "5", "--questions", "4",
     "--rollouts", "4", "--eval-questions", "12", "--save-every", "2", "--sft-lr", "8e-3",
+    "--eval-every", "1",
 ]  # fmt: skip
 
 
@@ -269,8 +272,10 @@ def test_a_run_ends_with_one_table_and_everything_in_its_folder(finished):
         assert M["faithful"] + M["unfaithful"] + M["no_tool"] == pytest.approx(1)
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [(line["stage"], line["step"]) for line in lines] == [
-        *(("sft", i) for i in range(1, 15)), *(("rl", i) for i in range(1, 6)),
+        *(("sft", i) for i in range(1, 15)),
+        *((stage, i) for i in range(1, 5) for stage in ("rl", "evaluation")), ("rl", 5),
     ]  # fmt: skip
+    assert [line["n"] for line in lines if line["stage"] == "evaluation"] == [3] * 4  # every 4th
     times = [json.loads(line) for line in (out / "times.jsonl").read_text().splitlines()]
     assert [(t["stage"], t["step"]) for t in times] == [(t["stage"], t["step"]) for t in lines]
     assert {"act", "judge", "learn", "prefill", "decode", "sandbox"} <= set(times[-1])
@@ -290,6 +295,16 @@ def test_every_name_in_the_log_stands_in_the_glossary_of_the_readme(finished):
     written = set().union(*(line for line in lines if line["stage"] != "evaluation"))
     glossary = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## The log\n")[1]
     assert written <= set(re.findall(r"\w+", glossary.split("\n## ")[0]))
+
+
+def test_what_was_played_of_a_stage_is_not_played_again(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "play", lambda *_: pytest.fail("played"))
+    shutil.copytree(finished[0] / "sft-episodes", tmp_path / "known")
+    actor = load_policy(finished[0] / "sft", torch.device("cpu"))
+    config = replace(train.read_config(finished[0]), out=str(tmp_path))
+    known = train.measure_policy(train.Run(config), config, actor, out=tmp_path / "known")
+    stages = json.loads((finished[0] / "summary.json").read_text())["stages"]
+    assert json.loads(json.dumps(known)) == stages["sft"]
 
 
 DIES_WHILE_SAVING = """
