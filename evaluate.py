@@ -1049,17 +1049,17 @@ class Job:
             "--lambda-tool", str(self.lambda_tool), "--out", str(folder),
         ]  # fmt: skip
 
-    def run(self, study: Path, others: dict[Job, Future]) -> None:
+    def run(self, study: Path, runs: dict[Job, Future]) -> None:
         """Train, unless that is done: once the run has ended that this one starts from."""
-        folder = study / self.name
-        if self.start:
-            others[self.start].result()
+        folder, start = study / self.name, self.start
+        if start:
+            runs[start].result()
         if not (folder / "summary.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            if self.start and self.start.world == self.world:  # the same model, the same questions:
-                own, known = folder / "sft-episodes", study / self.start.name / "sft-episodes"
-                if not (folder / "state.json").exists():  # that run has played them for all
-                    shutil.copytree(known, own, dirs_exist_ok=True)
+            if start and start.world == self.world and not (folder / "state.json").exists():
+                # It asked the same model the same questions: they are not played again.
+                theirs = study / start.name / "sft-episodes"
+                shutil.copytree(theirs, folder / theirs.name, dirs_exist_ok=True)
             with open(study / f"{self.name}.txt", "a") as heard:
                 how = {"cwd": Path(__file__).parent, "stdout": heard, "stderr": heard}
                 code = subprocess.run(self.command(study), **how).returncode
@@ -1068,8 +1068,9 @@ class Job:
 
 
 def study_rewards(study: Path, quick: bool) -> dict:
-    """Every reward in both worlds, three seeds, from the same SFT models. Writes study.json and two
-    figures, returns the table. One run a core at a time; finished ones are not run again."""
+    """Every reward in both worlds, three seeds, from the same SFT models. Writes study.json, which
+    it returns, and two figures. One run a core at a time. Finished runs are not run again: after a
+    change of the code, give a new folder."""
     study = study.resolve()  # the runs start in the folder of train.py
     rewards, worlds, seeds = QUICK if quick else (STUDIED, tuple(WORLDS), (0, 1, 2))
     jobs = [Job("sft", HOME, seed) for seed in seeds]
@@ -1078,7 +1079,7 @@ def study_rewards(study: Path, quick: bool) -> dict:
         jobs += [Job("tapo", HOME, 0, weight) for weight in (0.1, 0.4)]
     jobs += [Job(r, w, s) for s in seeds for w in worlds for r in ("sft", *rewards)]
     jobs, running = list(dict.fromkeys(jobs)), {}  # each once, and after the one it starts from
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         bar = tqdm(total=len(jobs), desc="runs")
         try:
             for job in jobs:
@@ -1086,36 +1087,45 @@ def study_rewards(study: Path, quick: bool) -> dict:
             for run in as_completed(running.values()):
                 run.result()
                 bar.update()
-        except RuntimeError as error:
-            bar.write(f"{error}. The study ends when the runs that have begun do")
-            pool.shutdown(cancel_futures=True)
+        except BaseException as error:  # Ctrl-C as well: the runs that have begun hear it, too
+            pool.shutdown(wait=False, cancel_futures=True)
+            bar.write(f"{error or 'stopped'}. The study ends when the runs that have begun do")
             raise
     runs = [result(job, study) for job in jobs]
     found = {"runs": dict(zip((job.name for job in jobs), runs)), "table": rewards_table(runs)}
     (study / "study.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     draw_study(runs, CURVES, study / "study.png")
     draw_study(runs, PARTS, study / "study_parts.png")
-    return found["table"]
+    return found
+
+
+def quarter(folder: Path) -> dict:
+    """Metrics on every fourth question of a stage, those that are asked amid training, too."""
+    episodes, rewards = read_trajectories(folder / "trajectories.jsonl")
+    return measure(episodes[::4], rewards[::4])
 
 
 def result(job: Job, study: Path) -> dict:
-    """What is kept of a run: metrics of its start and its end, and means over every ten steps."""
+    """What is kept of a run: metrics of its start and its end (all questions), of an evaluation
+    every ten steps (a fourth of them), and the means of the training log over every ten steps."""
     folder = study / job.name
     stages = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["stages"]
     log = [json.loads(line) for line in open(folder / "log.jsonl", encoding="utf-8")]
     steps = [e for e in log if e["stage"] == "rl"]
     start, end = ({k: v for k, v in stages[s].items() if isinstance(v, int | float | None)}
                   for s in ("sft", "rl"))  # fmt: skip
-    tested = {e["step"]: e for e in log if e["stage"] == "evaluation"}
-    tested |= {steps[-1]["step"]: end} if steps else {}
+    asked = [{"step": 0} | quarter(folder / "sft-episodes")]
+    asked += [e for e in log if e["stage"] == "evaluation"]
+    asked += [{"step": steps[-1]["step"]} | quarter(folder)] if steps else []
+    tested = [{name: e[name] for name in ("step", *SHOWN)} for e in asked]
     curve = []
     for i in range(0, len(steps), 10):
         block = steps[i : i + 10]  # ten training steps hold more rollouts than one evaluation
-        names = [k for k, v in block[0].items() if isinstance(v, (int, float)) and k != "step"]
-        means = {k: fmean(e[k] for e in block if e[k] is not None) for k in names}
-        last = block[-1]["step"]
-        curve.append(means | {"step": last, "evaluation": tested.get(last)})
-    return {**asdict(job), "routes": routes(start), "start": start, "end": end, "curve": curve}
+        numbers = [(k, v) for e in block for k, v in e.items() if isinstance(v, int | float)]
+        means = {name: fmean(v for k, v in numbers if k == name) for name, _ in numbers}
+        curve.append(means | {"step": block[-1]["step"]})
+    found = {"routes": routes(start), "start": start, "end": end}
+    return {**asdict(job), **found, "evaluations": tested, "curve": curve}
 
 
 def routes(m: dict) -> dict[str, dict[str, float | None]]:
@@ -1143,17 +1153,48 @@ def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[fl
     return table
 
 
-def rewards_markdown(table: dict) -> str:
-    """The table of the study as the README shows it: mean (lowest to highest seed)."""
-    lines = []
-    for world, rewards in table.items():
-        lines += [f"{world}:", "", f"| | {' | '.join(ROWS[name] for name in SHOWN)} |",
-                  "|---" * (len(SHOWN) + 1) + "|"]  # fmt: skip
-        for reward, numbers in rewards.items():
-            cells = [[v for v in numbers[name] if v is not None] for name in SHOWN]
+TOLD = {
+    "start": "SFT, where all start", "tapo": "**TAPO**",
+    "tool_bonus": "`tool_bonus`, a bonus per call", "deepeyes": "`deepeyes`, a gated bonus",
+    "codedance": "`codedance`, a bonus that shrinks with ease", "thyme": "`thyme`, consistency",
+    "accuracy": "`accuracy`", "random": "`random`, the null", "zero-rl": "TAPO without SFT",
+}  # fmt: skip
+
+
+def rewards_markdown(found: dict) -> str:
+    """The tables of the study as the README shows them: mean (lowest to highest seed)."""
+    runs, lines = found["runs"].values(), []
+
+    def head(*names: str) -> None:
+        lines.extend([f"| {' | '.join(names)} |", "|---" * len(names) + "|"])
+
+    for world, rewards in found["table"].items():
+        lines += [f"{world.capitalize()} (`--shortcut {WORLDS[world]}`):", ""]
+        head("", "seeds", *(ROWS[name] for name in SHOWN))
+        for reward in (name for name in TOLD if name in rewards):
+            cells = [[v for v in rewards[reward][name] if v is not None] for name in SHOWN]
             texts = [f"{fmean(c):.2f} ({min(c):.2f}–{max(c):.2f})" if c else "" for c in cells]
-            lines.append(f"| {reward} | {' | '.join(texts)} |")
+            lines.append(f"| {TOLD[reward]} | {len(cells[0])} | {' | '.join(texts)} |")
         lines.append("")
+
+    ours = [run for run in runs if run["reward"] == "tapo"]
+    lines += ["What each route pays at the start (share of search questions, accuracy; means over "
+              "seeds):", ""]  # fmt: skip
+    head("", *ours[0]["routes"])
+    for world in found["table"]:
+        own = [r["routes"] for r in ours if (r["world"], r["lambda_tool"]) == (world, 0.2)]
+        cells = [[[r[route][x] for r in own if r[route][x] is not None]
+                  for x in ("share", "accuracy")] for route in own[0]]  # fmt: skip
+        texts = [", ".join(f"{fmean(c):.2f}" if c else "" for c in pair) for pair in cells]
+        lines.append(f"| {world} | {' | '.join(texts)} |")
+
+    swept = [r for r in ours if (r["world"], r["seed"]) == (HOME, 0)]
+    if len(swept) > 1:
+        lines += ["", f"TAPO with other weights of what tools showed ({HOME}, seed 0):", ""]
+        head("λ_tool", *(ROWS[name] for name in SHOWN[:-1]))
+        for run in sorted(swept, key=lambda run: run["lambda_tool"]):
+            texts = [f"{run['end'][name]:.2f}" for name in SHOWN[:-1]]
+            lines.append(f"| {run['lambda_tool']} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
@@ -1288,8 +1329,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             return print(draw_film(args))
         if args.study:
             make_folder(args.out)
-            rewards = study_rewards(args.out, args.quick)
-            return print(rewards_markdown(rewards), args.out / "study.json", sep="\n")
+            found = study_rewards(args.out, args.quick)
+            return print(rewards_markdown(found), "", args.out / "study.json", sep="\n")
         if args.compare:
             return compare_runs(args.compare, args.out)
         check(args)

@@ -1,6 +1,9 @@
 """python -m pytest tests/test_study.py      about 3 s: every reward side by side"""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import time
 from collections import defaultdict
@@ -119,8 +122,9 @@ def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monk
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(evaluate, "draw_study", lambda *_: None)
+    monkeypatch.setattr(evaluate, "quarter", lambda _: metrics())
     evaluate.study_rewards(tmp_path, quick=True)
     few = {f"{name}-guessing-0" for name in ("sft", "tapo", "tool_bonus", "accuracy")}
     assert set(began) == set(ended) == few
@@ -144,11 +148,29 @@ def test_the_study_starts_anywhere_and_a_failed_run_ends_it(tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
     with pytest.raises(RuntimeError, match="sft-guessing-0 ended with 3"):
         evaluate.study_rewards(Path("study"), quick=False)
     assert ran[0] == (ROOT / "train.py", tmp_path / "study" / "sft-guessing-0")
     assert len(ran) <= 2 and "sft-guessing-0 ended with 3" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_study_with_the_runs_that_have_begun(tmp_path, monkeypatch):
+    ran = []
+
+    def run(argv, **_):
+        ran.append(argv)
+        if len(ran) == 2:
+            time.sleep(0.2)  # all others wait for their turn by now
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        return SimpleNamespace(returncode=130)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.study_rewards(tmp_path, quick=False)
+    assert len(ran) <= 2
 
 
 def metrics(**more) -> dict:
@@ -159,7 +181,7 @@ def metrics(**more) -> dict:
 
 
 def finished(study: Path, job: Job, faithful: float, **more) -> dict:
-    """A run of 15 steps whose answers are step / 100, evaluated once, at step 10."""
+    """A run of 15 steps whose answers are step / 100, evaluated once amid training, at step 10."""
     folder = study / job.name
     folder.mkdir(exist_ok=True)
     stages = {"sft": metrics(), "rl": metrics(faithful=faithful, rates={"left": "out"}, **more)}
@@ -169,13 +191,16 @@ def finished(study: Path, job: Job, faithful: float, **more) -> dict:
     )
     lines = [{"stage": "sft", "step": 1, "loss": 2.0}]
     for step in range(1, 16):
-        area = None if step == 7 else 0.25  # of a step without any crop
+        area = None if step in (1, 7) else 0.25  # of a step without any crop
         rewards = {"answer": step / 100, "crop_area": area}
         lines.append({"stage": "rl", "step": step} | rewards | numbers)
         if step == 10:
-            lines.append({"stage": "evaluation", "step": 10, "ood_accuracy": 0.7})
+            lines.append({"stage": "evaluation", "step": 10} | metrics(ood_accuracy=0.7))
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return result(job, study)
+    with pytest.MonkeyPatch.context() as patch:
+        quarters = {"sft-episodes": metrics(ood_accuracy=0.3), job.name: metrics(ood_accuracy=0.8)}
+        patch.setattr(evaluate, "quarter", lambda where: quarters[where.name])
+        return result(job, study)
 
 
 def test_a_result_is_start_end_and_the_mean_of_every_ten_steps(study):
@@ -183,7 +208,9 @@ def test_a_result_is_start_end_and_the_mean_of_every_ten_steps(study):
     assert [point["step"] for point in found["curve"]] == [10, 15]
     assert [point["answer"] for point in found["curve"]] == pytest.approx([0.055, 0.13])
     assert [point["crop_area"] for point in found["curve"]] == [0.25, 0.25]
-    assert [p["evaluation"]["ood_accuracy"] for p in found["curve"]] == [0.7, 0.3]  # the end's
+    evaluations = [(e["step"], e["ood_accuracy"]) for e in found["evaluations"]]
+    assert evaluations == [(0, 0.3), (10, 0.7), (15, 0.8)]
+    assert {"step", *evaluate.SHOWN} == set(found["evaluations"][0])
     assert found["start"]["faithful"] == 0.4 and found["end"]["faithful"] == 0.7
     assert found["reward"] == "tapo" and "rates" not in found["end"]
 
@@ -201,13 +228,22 @@ def test_the_study_is_drawn_from_its_runs(study):
     runs = [finished(study, Job("tapo", HOME, seed), 0.7 + seed / 10) for seed in (0, 1)]
     runs += [finished(study, Job("accuracy", HOME, 0), 0.1)]
     runs += [finished(study, Job("tapo", HOME, 0, lambda_tool=0.4), 0.99)]
+    runs[-1]["routes"]["right crop"]["share"] = 0.1  # as if from another start: it does not count
     runs += [finished(study, Job("zero-rl", HOME, 0), 0.0, crop_area=None)]  # it never crops
     table = rewards_table(runs)
     assert table[HOME]["tapo"]["faithful"] == pytest.approx([0.7, 0.8])  # the sweep stays out
     assert table[HOME]["start"]["faithful"] == [0.4, 0.4] and list(table) == [HOME]
-    text = rewards_markdown(table)
-    assert "| zero-rl | 0.90 (0.90–0.90) |" in text and "0.00 (0.00–0.00) |  |" in text
-    assert "| tapo | 0.90 (0.90–0.90) |" in text and "0.75 (0.70–0.80)" in text
+    text = rewards_markdown({"runs": dict(enumerate(runs)), "table": table}).splitlines()
+    assert [
+        line for line in text if "0.75 (0.70–0.80)" in line and line.startswith("| **TAPO** | 2")
+    ]
+    assert any(line.startswith("| TAPO without SFT | 1 |") and "|  |" in line for line in text)
+    assert "| guessing pays | 0.40, 1.00 | 0.20, 0.40 | 0.40, 0.80 |" in text
+    swept = [line for line in text if line.startswith("| 0.")]
+    assert swept[1] == "| 0.4 | 0.90 | 0.30 | 0.60 | 0.99 | 0.10 |" and len(swept) == 2
+    told = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    words = [line for line in text if line and not re.search(r"\d\.\d\d", line)]
+    assert len(words) == 9 and set(words) <= set(told)  # the README has it as it is printed
     for panels in (evaluate.CURVES, {"answer reward": "answer"}):
         draw_study(runs, panels, study / "study.png")
         drawn = Image.open(study / "study.png").convert("RGB")

@@ -307,6 +307,15 @@ def test_what_was_played_of_a_stage_is_not_played_again(finished, tmp_path, monk
     assert json.loads(json.dumps(known)) == stages["sft"]
 
 
+def test_a_quarter_of_the_questions_are_those_asked_amid_training(finished):
+    lines = [json.loads(line) for line in open(finished[0] / "trajectories.jsonl")]
+    asked = [x for x in lines[::4] if x["sample"]["source"] != evaluate.AGAINST_PRIOR]
+    found = evaluate.quarter(finished[0])
+    assert found["n"] == 3 and found["accuracy"] == sum(x["correct"] for x in asked) / 3
+    amid = [json.loads(x) for x in open(finished[0] / "log.jsonl") if '"evaluation"' in x]
+    assert {e["n"] for e in amid} == {3}
+
+
 DIES_WHILE_SAVING = """
 import os, signal, sys, train
 whole = train.dcp.save
