@@ -139,7 +139,7 @@ class Config:
                          tuple(LOSS_AVERAGES))
     eps: float = knob(0.2, "verl", "clip range of Eq. 4")
     beta: float = knob(1e-3, "verl", "KL weight of Eq. 4; at 0 the reference model is not loaded")
-    mask_truncated: bool = knob(False, "ours", "rollouts out of turns or length teach nothing")
+    mask_truncated: bool = knob(False, "ours", "a deviation: cut-off rollouts teach nothing")
     updates: int = knob(1, "verl", "optimiser steps per batch of rollouts")
     rl_lr: float = knob(1e-6, "paper", "learning rate of stage 2")
     max_grad_norm: float = knob(1.0, "verl", "gradient clipping")

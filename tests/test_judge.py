@@ -604,8 +604,10 @@ def test_the_confusion_table_by_hand(toy):
     text = audit(toy, BoxJudge())
     assert rows(text)["all"] == ["36", "24", "0", "0", "12", "1.00"]
     deciles = [line.split("|") for line in text.splitlines() if re.search(r"\d to \d", line)]
-    assert len(deciles) == 10 and sum(int(cells[2]) for cells in deciles) == 36
-    assert deciles[0][1].strip() == "0.062 to 0.062"  # one cell of 16
+    assert sum(int(cells[2]) for cells in deciles) == 36
+    ends = [float(x) for cells in deciles for x in cells[1].split(" to ")]
+    assert ends[0] == 0.062 and 1 < len(deciles) < 10  # one cell of 16
+    assert all(a < b for a, b in zip(ends[1::2], ends[2::2]))  # steps of one area stay together
     flipped = rows(audit(toy, lambda request: 1.0 - BoxJudge(0.5, (0, 0))(request)))
     assert flipped["all"][1:] == ["0", "12", "24", "0", "-0.80"]
 
@@ -638,6 +640,22 @@ def test_no_verdicts_are_counted_beside_the_others(toy):
     deaf = random.Random(0)
     got = rows(audit(toy, lambda r: None if deaf.random() < 0.5 else BoxJudge()(r)))
     assert 3 <= int(got["random crop"][1]) <= 9 and got["random crop"][0] == "12"
+
+
+def test_tenths_of_the_steps_where_all_areas_differ(toy):
+    sizes = [(0, 0, 32, 32 + i) for i in range(1, 41)]
+    many = [hand_made(SAMPLE, crop(SAMPLE, box), answer="checker") for box in sizes]
+    parts = [line.split("|")[2] for line in audit(many, BoxJudge()).splitlines() if " to 0" in line]
+    assert [int(n) for n in parts] == [4] * 10
+
+
+def test_anothers_target_is_looked_up_at_the_same_place_of_a_picture_of_any_size(toy):
+    small = [replace(t.sample, image=t.sample.image.resize((128, 128))) for t in toy[::6]]
+    small = [replace(s, boxes=tuple(tuple(v // 2 for v in box) for box in s.boxes)) for s in small]
+    mixed = [x for t, s in zip(toy[::3], small * 2) for x in (t, replace(t, sample=s))]
+    mixed = [replace(t, sample=replace(t.sample, id=f"{i}")) for i, t in enumerate(mixed)]
+    got = rows(audit(mixed, BoxJudge()))
+    assert int(got["another's target"][0]) > 12
 
 
 def test_an_audit_needs_boxes():

@@ -287,7 +287,8 @@ def test_a_failed_or_blocked_step_never_raises_the_tool_part(seen, more):
 
 @given(some_seen.filter(bool), st.data())
 def test_repeating_a_call_never_raises_the_tool_part(seen, data):
-    """The sandbox marks a picture shown before as a no-op, and an error is an error again."""
+    """The sandbox marks a picture shown before as a no-op, and an error is an error again. (What
+    shows nothing is in the next test.)"""
     again = data.draw(st.sampled_from(seen))
     if again.images:
         again = replace(again, red_lines=["no_op"])
@@ -297,7 +298,8 @@ def test_repeating_a_call_never_raises_the_tool_part(seen, data):
 
 @given(some_seen, st.sampled_from([WRONG, FULL, EMPTY, PRINTED]))
 def test_an_irrelevant_empty_or_text_only_step_never_earns(seen, more):
-    """It pulls the mean towards 0: a good record suffers, a bad one is diluted, none turns good."""
+    """It pulls the mean of Eq. 6 towards 0: a good record suffers, one below 0 is diluted, and
+    never gets above what no step at all would have earned."""
     before, after = tools(*seen), tools(*seen, more)
     assert after <= max(before, 0.0)
     if before >= 0:
@@ -387,6 +389,14 @@ def test_right_beats_wrong_while_tools_weigh_less_than_half_an_answer(a, b, answ
     assert right.total > wrong.total
 
 
+@given(some_seen, some_seen, st.booleans(), st.booleans())
+def test_at_the_defaults_a_badly_formed_right_answer_still_beats_any_wrong_one(a, b, bad_a, bad_b):
+    right, wrong = (hand_made(SEARCH, *seen, answer=x) for seen, x in ((a, RIGHT), (b, LIE)))
+    for t, bad in ((right, bad_a), (wrong, bad_b)):
+        t.steps[-1].text += "</think>" * bad
+    assert reward(right).total > reward(wrong).total  # 1 - 0.2 - 0.2 > 0.2
+
+
 def test_from_half_an_answer_on_the_order_can_turn_and_we_are_warned():
     with pytest.warns(UserWarning, match="answer / 2"):
         weights = Weights(answer=1.0, tools=0.6)
@@ -405,10 +415,14 @@ def test_tools_that_weigh_as_much_as_the_answer_are_refused(tools):
 def test_the_order_of_a_group_does_not_matter(group, shuffle):
     order = list(range(len(group)))
     shuffle.shuffle(order)
+    own = Weights(step_credit=0.5)
     for name in sorted(set(REWARDS) - {"random"}):
-        straight = REWARDS[name](group, BoxJudge(), Weights(), random.Random(0))
-        mixed = REWARDS[name]([group[i] for i in order], BoxJudge(), Weights(), random.Random(0))
-        assert mixed == [straight[i] for i in order]
+        how = name, BoxJudge(), own if name == "tapo" else Weights()
+        (straight,) = score([group], *how, random.Random(0))
+        (mixed,) = score([[group[i] for i in order]], *how, random.Random(0))
+        for reward, i in zip(mixed, order, strict=True):
+            assert replace(reward, turns=()) == replace(straight[i], turns=())
+            assert reward.turns == pytest.approx(straight[i].turns)  # sums in another order
 
 
 def test_the_naive_bonus_pays_every_call_that_ran():
@@ -553,6 +567,7 @@ def test_codedance_pays_turns_by_hand():
     a, b = hand_made(SEARCH, FAILED, FAILED, RAN, answer=RIGHT), hand_made(SEARCH, RAN, answer=LIE)
     assert turn_returns(a) == pytest.approx((-0.6, -0.5, 0.0, 0.0))
     assert turn_returns(b) == (0.0, 0.0)
+    assert turn_returns(hand_made(SEARCH, OURS, RAN, answer=RIGHT)) == (0.0, 0.0, 0.0)
     # Without the last turns: -0.6, -0.5, 0, 0. Mean -0.275, deviation sqrt(0.3075 / 3).
     x, y = score([[a], [b]], "codedance", BoxJudge(), Weights(), random.Random(0))
     s = 0.2 / 0.1025**0.5
@@ -590,6 +605,10 @@ def test_faitheyes_by_hand():
     # Of four calls one fails, one is rejected by the judge: 0.2 * (1 - 2 / 4).
     got = pay("faitheyes", (RIGHT, RAN, FAILED, WRONG, PRINTED), (RIGHT,), (LIE, RAN), (NONE, RAN))
     assert got == pytest.approx([1.1, 1.0, 0.2, 0.2 - 0.2 - 0.2])
+    long = hand_made(SEARCH, RAN, answer=None)
+    long.ended = "length"  # cut off as well
+    (cut,) = REWARDS["faitheyes"]([long], BoxJudge(), Weights(), random.Random(0))
+    assert cut.total == pytest.approx(0.2 - 0.2 - 0.2)
     torn = REWARDS["faitheyes"]([thinking("The answer is red.")], BoxJudge(), Weights(), None)
     assert torn[0].total == pytest.approx(1 + 0.2 - 0.2)
     (silent,) = pay("faitheyes", (RIGHT, RAN), judge=lambda request: None)
