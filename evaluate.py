@@ -58,10 +58,11 @@ import string
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -1049,17 +1050,16 @@ class Job:
             "--lambda-tool", str(self.lambda_tool), "--out", str(folder),
         ]  # fmt: skip
 
-    def run(self, study: Path, runs: dict[Job, Future]) -> None:
-        """Train, unless that is done: once the run has ended that this one starts from."""
+    def run(self, study: Path) -> None:
+        """Train, unless that is done."""
         folder, start = study / self.name, self.start
-        if start:
-            runs[start].result()
         if not (folder / "summary.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             if start and start.world == self.world and not (folder / "state.json").exists():
                 # It asked the same model the same questions: they are not played again.
                 theirs = study / start.name / "sft-episodes"
-                shutil.copytree(theirs, folder / theirs.name, dirs_exist_ok=True)
+                if theirs.is_dir():
+                    shutil.copytree(theirs, folder / theirs.name, dirs_exist_ok=True)
             with open(study / f"{self.name}.txt", "a") as heard:
                 how = {"cwd": Path(__file__).parent, "stdout": heard, "stderr": heard}
                 code = subprocess.run(self.command(study), **how).returncode
@@ -1079,15 +1079,32 @@ def study_rewards(study: Path, quick: bool) -> dict:
         jobs += [Job("tapo", HOME, 0, weight) for weight in (0.1, 0.4)]
     jobs += [Job(r, w, s) for s in seeds for w in worlds for r in ("sft", *rewards)]
     jobs, running = list(dict.fromkeys(jobs)), {}  # each once, and after the one it starts from
+    over = threading.Event()
+
+    def turn(job: Job) -> None:
+        """It comes when the run has ended that this one starts from; after a failure, never."""
+        try:
+            if job.start:
+                running[job.start].result()
+            if not over.is_set():
+                job.run(study)
+        except OSError as error:  # a full disk, or a file where its folder should be
+            over.set()
+            raise RuntimeError(f"{job.name} could not begin: {str(error)[:300]}") from error
+        except BaseException:
+            over.set()
+            raise
+
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         bar = tqdm(total=len(jobs), desc="runs")
         try:
             for job in jobs:
-                running[job] = pool.submit(job.run, study, running)
+                running[job] = pool.submit(turn, job)
             for run in as_completed(running.values()):
                 run.result()
                 bar.update()
         except BaseException as error:  # Ctrl-C as well: the runs that have begun hear it, too
+            over.set()
             pool.shutdown(wait=False, cancel_futures=True)
             bar.write(f"{error or 'stopped'}. The study ends when the runs that have begun do")
             raise
@@ -1109,8 +1126,12 @@ def result(job: Job, study: Path) -> dict:
     """What is kept of a run: metrics of its start and its end (all questions), of an evaluation
     every ten steps (a fourth of them), and the means of the training log over every ten steps."""
     folder = study / job.name
-    stages = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["stages"]
-    log = [json.loads(line) for line in open(folder / "log.jsonl", encoding="utf-8")]
+    try:
+        stages = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["stages"]
+        log = [json.loads(line) for line in open(folder / "log.jsonl", encoding="utf-8")]
+    except ValueError as error:
+        raise ValueError(f"the summary.json or log.jsonl of {folder} is damaged ({error}): delete "
+                         f"that folder and give the same command again") from error  # fmt: skip
     steps = [e for e in log if e["stage"] == "rl"]
     start, end = ({k: v for k, v in stages[s].items() if isinstance(v, int | float | None)}
                   for s in ("sft", "rl"))  # fmt: skip
@@ -1343,6 +1364,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         policy = load_policy(args.model, processes.device, args.max_pixels)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:  # Ctrl-C
+        parser.exit(130, "\nstopped; to go on: the same command\n")
 
     started = time.monotonic()
     settings = ("turns", "temperature", "max_new_tokens", "max_length")

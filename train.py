@@ -57,7 +57,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.utils.logging import disable_progress_bar
 
 from data import Sample, demonstrations, load_rl, read_rows, toy_questions
-from evaluate import curves, evaluate, load_toy, report, table
+from evaluate import Unusable, curves, evaluate, load_toy, report, table
 from faithfulness import rates
 from grpo import ADVANTAGES, CHUNK, LOSS_AVERAGES, Objective, Row, actor_of, gathered, learn
 from grpo import merged, micro_batches, mine, parts, processes, shard, sync
@@ -763,7 +763,16 @@ def measure_policy(
         elif not run.first:
             return {}
         how = dict(rules=yardstick, out=out) | several
-        return evaluate(actor, world.measured[::every], world.examiner, **how)[0]
+        samples, judge = world.measured[::every], world.examiner
+        try:
+            return evaluate(actor, samples, judge, **how)[0]
+        except Unusable as error:  # as steps were done again, or by another number of processes
+            print(f"{error}\nThey are played again.")
+            gathered(0)  # all have read
+            for file in out.glob("trajectories*.jsonl") if run.first else ():
+                file.unlink()
+            gathered(0)
+            return evaluate(actor, samples, judge, **how)[0]
 
 
 # The two stages
@@ -915,12 +924,12 @@ def finish(run: Run, config: Config, policy: Policy, actor: Policy, optimizer) -
     if not run.first:
         return
     stages, seconds = run.state["stages"], run.state["seconds"]
-    write_json(run.folder / "summary.json",
-               {"config": asdict(config), "seconds": seconds, "stages": stages})  # fmt: skip
     names = {"sft": "SFT", "rl": "TAPO" if config.reward == "tapo" else config.reward}
     columns = {names[stage]: metrics for stage, metrics in stages.items()}
     curves(run.log_lines("rl"), run.folder / "curves.png")
     page = report(run.folder, columns)
+    write_json(run.folder / "summary.json",
+               {"config": asdict(config), "seconds": seconds, "stages": stages})  # fmt: skip
     print(f"\n{table(columns)}\n\n{page}\n{run.folder / 'summary.json'}")
 
 

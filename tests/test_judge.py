@@ -649,13 +649,20 @@ def test_tenths_of_the_steps_where_all_areas_differ(toy):
     assert [int(n) for n in parts] == [4] * 10
 
 
-def test_anothers_target_is_looked_up_at_the_same_place_of_a_picture_of_any_size(toy):
-    small = [replace(t.sample, image=t.sample.image.resize((128, 128))) for t in toy[::6]]
-    small = [replace(s, boxes=tuple(tuple(v // 2 for v in box) for box in s.boxes)) for s in small]
-    mixed = [x for t, s in zip(toy[::3], small * 2) for x in (t, replace(t, sample=s))]
-    mixed = [replace(t, sample=replace(t.sample, id=f"{i}")) for i, t in enumerate(mixed)]
-    got = rows(audit(mixed, BoxJudge()))
-    assert int(got["another's target"][0]) > 12
+def test_anothers_target_is_looked_up_at_the_same_place_of_a_picture_of_any_size():
+    large = replace(SAMPLE, id="large", boxes=((120, 100, 140, 120),))  # about 130, 110 of 256
+    small = replace(
+        SAMPLE, id="small", image=SAMPLE.image.resize((128, 128)), boxes=((4, 4, 9, 9),)
+    )
+    shown = []
+
+    def judge(request):
+        shown.append((request.original.width, *filter(None, request.boxes)))
+        return 0.0
+
+    audit([hand_made(sample, GOOD, answer="checker") for sample in (large, small)], judge)
+    centres = {(w, x0 + x1, y0 + y1) for w, (x0, y0, x1, y1) in (s for s in shown if len(s) == 2)}
+    assert (128, 2 * 65, 2 * 55) in centres
 
 
 def test_an_audit_needs_boxes():

@@ -3,10 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,6 @@ from train import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = "guessing pays"
-STARTED = defaultdict(lambda: SimpleNamespace(result=lambda: None))  # all others have ended
 
 
 @pytest.fixture
@@ -77,11 +77,11 @@ def test_a_job_that_was_cut_off_goes_on_and_one_that_ended_is_left_alone(study, 
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    job.run(study, STARTED)
+    job.run(study)
     (study / job.name / "state.json").write_text("{}")
-    job.run(study, STARTED)
+    job.run(study)
     (study / job.name / "summary.json").write_text("{}")
-    job.run(study, STARTED)
+    job.run(study)
     assert ["--resume" in argv for argv in ran] == [False, True]
 
 
@@ -90,18 +90,28 @@ def test_a_job_gets_the_episodes_of_its_start_if_those_are_of_its_world(study, m
     for world in WORLDS:
         job = Job("tapo", world, 0)
         for _ in range(2):  # the first time it may have died half way
-            job.run(study, STARTED)
+            job.run(study)
         known = (study / job.name / "sft-episodes" / "trajectories.jsonl").read_text()
         assert known == f"of the {world.split()[0]} world"
     for job in (Job("sft", "looking pays", 1), Job("zero-rl", HOME, 0), Job("sft", HOME, 1)):
-        job.run(study, STARTED)
+        job.run(study)
         assert not list((study / job.name).iterdir())  # other questions, or another model
 
 
 def test_a_job_that_fails_says_where_its_words_are(study, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=3))
     with pytest.raises(RuntimeError, match=r"accuracy-guessing-0 ended with 3.*\.txt"):
-        Job("accuracy", HOME, 0).run(study, STARTED)
+        Job("accuracy", HOME, 0).run(study)
+
+
+def test_a_start_of_which_no_episodes_are_kept_is_measured_again(study, monkeypatch):
+    ran = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: ran.append(1) or SimpleNamespace(returncode=0)
+    )
+    shutil.rmtree(study / "sft-guessing-0" / "sft-episodes")
+    Job("tapo", HOME, 0).run(study)
+    assert ran
 
 
 def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monkeypatch):
@@ -155,6 +165,46 @@ def test_the_study_starts_anywhere_and_a_failed_run_ends_it(tmp_path, monkeypatc
     assert len(ran) <= 2 and "sft-guessing-0 ended with 3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("cores", [2, 16])
+def test_nothing_begins_after_a_failure(tmp_path, monkeypatch, cores):
+    began, failed = [], threading.Event()
+
+    def run(argv, **_):
+        out = Path(argv[argv.index("--out") + 1])
+        began.append((out.name, failed.is_set()))
+        if out.name == "sft-guessing-1":
+            time.sleep(0.2)
+            failed.set()
+            return SimpleNamespace(returncode=3)
+        time.sleep(0.05 if out.name == "sft-guessing-0" else 0.4)
+        (out / "summary.json").write_text("{}")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    with pytest.raises(RuntimeError, match="sft-guessing-1 ended with 3"):
+        evaluate.study_rewards(tmp_path, quick=False)
+    assert len(began) > 2 and not any(late for _, late in began)
+
+
+def test_a_run_that_cannot_begin_is_named_and_ends_the_study(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ran.append(1))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
+    (tmp_path / "sft-guessing-0").touch()
+    with pytest.raises(RuntimeError, match="^sft-guessing-0 could not begin: .*File exists"):
+        evaluate.study_rewards(tmp_path, quick=False)
+    assert not ran
+
+
+def test_a_damaged_run_is_named(study):
+    (study / "sft-guessing-0" / "summary.json").write_text('{"stages"')
+    with pytest.raises(
+        ValueError, match="summary.json or log.jsonl of .*sft-guessing-0 is damaged"
+    ):
+        result(Job("sft", HOME, 0), study)
+
+
 def test_ctrl_c_ends_the_study_with_the_runs_that_have_begun(tmp_path, monkeypatch):
     ran = []
 
@@ -168,9 +218,9 @@ def test_ctrl_c_ends_the_study_with_the_runs_that_have_begun(tmp_path, monkeypat
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
-    with pytest.raises(KeyboardInterrupt):
-        evaluate.study_rewards(tmp_path, quick=False)
-    assert len(ran) <= 2
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["--study", "rewards", "--out", str(tmp_path)])
+    assert ended.value.code == 130 and len(ran) <= 2
 
 
 def metrics(**more) -> dict:

@@ -280,6 +280,8 @@ def test_a_run_ends_with_one_table_and_everything_in_its_folder(finished):
     assert [(t["stage"], t["step"]) for t in times] == [(t["stage"], t["step"]) for t in lines]
     assert {"act", "judge", "learn", "prefill", "decode", "sandbox"} <= set(times[-1])
     assert not list(out.glob("checkpoint-*"))  # only a run that is not over needs one
+    last = max(out.glob("*.*"), key=lambda path: path.stat().st_mtime_ns)
+    assert last.name == "summary.json"  # where it is, all is
 
 
 def test_the_log_holds_what_the_optimiser_held(finished):
@@ -305,6 +307,18 @@ def test_what_was_played_of_a_stage_is_not_played_again(finished, tmp_path, monk
     known = train.measure_policy(train.Run(config), config, actor, out=tmp_path / "known")
     stages = json.loads((finished[0] / "summary.json").read_text())["stages"]
     assert json.loads(json.dumps(known)) == stages["sft"]
+
+
+def test_episodes_of_other_weights_are_played_again(finished, tmp_path, capsys):
+    """As after a kill: its last steps are done again, on a GPU not to the last bit."""
+    shutil.copytree(finished[0] / "sft-episodes", tmp_path / "known")
+    actor = load_policy(finished[0] / "rl", torch.device("cpu"))
+    config = replace(train.read_config(finished[0]), out=str(tmp_path))
+    again = train.measure_policy(train.Run(config), config, actor, out=tmp_path / "known")
+    stages = json.loads((finished[0] / "summary.json").read_text())["stages"]
+    assert json.loads(json.dumps(again)) == stages["rl"]
+    said = capsys.readouterr().out
+    assert "from another evaluation" in said and "They are played again." in said
 
 
 def test_a_quarter_of_the_questions_are_those_asked_amid_training(finished):
