@@ -1088,11 +1088,10 @@ def study_rewards(study: Path, quick: bool) -> dict:
                 running[job.start].result()
             if not over.is_set():
                 job.run(study)
-        except OSError as error:  # a full disk, or a file where its folder should be
+        except (RuntimeError, OSError) as error:  # of a run; a full disk, a file in the way
             over.set()
-            raise RuntimeError(f"{job.name} could not begin: {str(error)[:300]}") from error
-        except BaseException:
-            over.set()
+            if isinstance(error, OSError):
+                raise RuntimeError(f"{job.name} could not begin: {str(error)[:300]}") from error
             raise
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -580,7 +580,8 @@ def call_filter() -> bytes:
 
 def seccomp() -> str:
     code = ctypes.create_string_buffer(call_filter())
-    header = struct.pack("HxxxxxxQ", len(call_filter()) // 8, ctypes.addressof(code))
+    header = struct.pack("HxxxxxxQ", len(call_filter()) // struct.calcsize("HBBI"),
+                         ctypes.addressof(code))
     check(libc.prctl(22, 2, header, 0, 0), "seccomp")       # PR_SET_SECCOMP, filter
     return f"seccomp, {len(numbers(REFUSED))} calls refused"
 

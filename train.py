@@ -753,8 +753,10 @@ def measure_policy(
     run: Run, config: Config, actor: Policy, out: Path | None = None, every: int = 1
 ) -> dict:
     """Metrics on the same questions with the same sampling seed in every run; on the toy at
-    temperature 1, where shares mirror the policy: greedy play shows only its likeliest ways. Of a
-    stage, the episodes go to `out`: what is there is not played again. Amid training: no `out`."""
+    temperature 1, where shares mirror the policy: greedy play shows only its likeliest ways.
+
+    out: the folder of a stage's episodes; those that it holds of this policy are not played again.
+    every: without `out`, amid training, one question of so many."""
     with run.clock("evaluation"):
         world, several = run.world(config, actor), {}
         yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)

@@ -299,24 +299,24 @@ def test_every_name_in_the_log_stands_in_the_glossary_of_the_readme(finished):
     assert written <= set(re.findall(r"\w+", glossary.split("\n## ")[0]))
 
 
+def measures_as_before(whole: Path, stage: str, folder: Path) -> bool:
+    """Measure a stage's policy where the episodes of the SFT model lie already."""
+    shutil.copytree(whole / "sft-episodes", folder / "known")
+    config = replace(train.read_config(whole), out=str(folder))
+    actor = load_policy(whole / stage, torch.device("cpu"))
+    found = train.measure_policy(train.Run(config), config, actor, out=folder / "known")
+    before = json.loads((whole / "summary.json").read_text())["stages"][stage]
+    return json.loads(json.dumps(found)) == before
+
+
 def test_what_was_played_of_a_stage_is_not_played_again(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "play", lambda *_: pytest.fail("played"))
-    shutil.copytree(finished[0] / "sft-episodes", tmp_path / "known")
-    actor = load_policy(finished[0] / "sft", torch.device("cpu"))
-    config = replace(train.read_config(finished[0]), out=str(tmp_path))
-    known = train.measure_policy(train.Run(config), config, actor, out=tmp_path / "known")
-    stages = json.loads((finished[0] / "summary.json").read_text())["stages"]
-    assert json.loads(json.dumps(known)) == stages["sft"]
+    assert measures_as_before(finished[0], "sft", tmp_path)
 
 
 def test_episodes_of_other_weights_are_played_again(finished, tmp_path, capsys):
     """As after a kill: its last steps are done again, on a GPU not to the last bit."""
-    shutil.copytree(finished[0] / "sft-episodes", tmp_path / "known")
-    actor = load_policy(finished[0] / "rl", torch.device("cpu"))
-    config = replace(train.read_config(finished[0]), out=str(tmp_path))
-    again = train.measure_policy(train.Run(config), config, actor, out=tmp_path / "known")
-    stages = json.loads((finished[0] / "summary.json").read_text())["stages"]
-    assert json.loads(json.dumps(again)) == stages["rl"]
+    assert measures_as_before(finished[0], "rl", tmp_path)
     said = capsys.readouterr().out
     assert "from another evaluation" in said and "They are played again." in said
 
