@@ -41,10 +41,10 @@ trajectories.jsonl has one JSON object a line, with the names of the types it ho
 from __future__ import annotations
 
 import argparse
-import ast
 import base64
 import hashlib
 import html
+import importlib
 import io
 import itertools
 import json
@@ -53,38 +53,45 @@ import math
 import os
 import random
 import re
-import shutil
 import string
-import subprocess
-import sys
-import textwrap
-import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from accelerate import PartialState
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from PIL import Image
 from tqdm import tqdm
 
-from data import Bad, Box, Lazy, Sample, Usable
-from data import anti_prior_questions, read_image, read_rows, toy_questions
-from faithfulness import DRAWS, HALF, PERTURBATIONS, Finding, Rate
-from faithfulness import ablation, agreement, check_lies, count, cross_table, evidence, faithful
-from faithfulness import finding, grid, listing, perturb, study_table, tool_use, without_tools
-from rewards import MAX_ANSWER, REWARDS, BoxJudge, ChatJudge, Judge, Reward, Weights
-from rewards import area, final_answer, read_number, same_answer, score
-from rollout import Policy, Rules, Step, TooLong, Trajectory, check_checkpoint, load_policy, play
+from data import Sample, anti_prior_questions, toy_questions
+from faithfulness import (
+    DRAWS,
+    HALF,
+    PERTURBATIONS,
+    Finding,
+    Rate,
+    check_lies,
+    count,
+    cross_table,
+    faithful,
+    finding,
+    grid,
+    listing,
+    perturb,
+    study_table,
+    tool_use,
+)
+from kit.answers import MAX_ANSWER
+from kit.benchmarks import BENCHES, PICTURES, filled, picture, published
+from kit.boxes import Box, area
+from kit.qwen import Policy, check_checkpoint
+from kit.tables import Lazy, Usable, read_rows
+from rewards import BoxJudge, ChatJudge, Judge, Reward, Weights, score
+from rollout import Rules, Step, TooLong, Trajectory, load_policy, play
 from sandbox import Observation
 
 GREEDY = Rules(turns=10, temperature=0.0)
@@ -385,217 +392,6 @@ def runs_of(acted: Sequence[bool]) -> list[tuple[bool, int]]:
     return [(who, len(list(run))) for who, run in itertools.groupby(acted)]
 
 
-# The public benchmarks: how a row becomes a question, and by which rule an answer to it is right
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A benchmark of the paper's Tables 3 and 4.
-
-    where   hub name:split (data.read_rows); --data gives another place, such as VLMEvalKit's TSV
-    read    a row -> the fields of its Sample but the image; `part`, by which the score is split;
-            perhaps `cycle`; perhaps `rule`(answer, reference) -> bool instead of rewards.is_correct
-    """
-
-    where: str
-    read: Callable[[dict], dict]
-    kind: str = "neutral"  # of every Sample
-    judged: bool = False  # open answers that the rules call wrong go to a judge
-    mean_of_parts: bool = False  # the score is the mean of the parts' scores, not of all answers
-
-
-REQUIRED = object()
-LETTERS = string.ascii_uppercase
-
-
-def filled(row: dict, *names: str, default: object = REQUIRED):
-    """What the first of these columns that is not empty holds."""
-    for name in names:
-        if (cell := row.get(name)) not in (None, "", [], {}):
-            return cell
-    if default is REQUIRED:
-        raise Bad(names[0], f"expected something in column {' or '.join(names)}")
-    return default
-
-
-def literal(cell: object) -> object:
-    """The value of a Python literal that a TSV holds as text; what is no text stays as it is."""
-    try:
-        return ast.literal_eval(cell) if isinstance(cell, str) else cell
-    except (ValueError, SyntaxError) as error:
-        raise Bad("literal", f"expected a list or dict, got {cell!r}") from error
-
-
-def ask(row: dict, question: str, options: Iterable, answer: object, part: str, **more) -> dict:
-    options, answer = tuple(map(str, options)), str(answer)
-    if options and answer not in {*LETTERS[: len(options)], *options}:
-        raise Bad("answer", f"{answer!r} is neither a letter nor a text of {options}")
-    ids = ("index", "id", "pid", "sample_index", "question_id", "Question_id")
-    return {"id": str(filled(row, *ids, default="")), "question": question.strip(),
-            "options": options, "answer": answer, "part": part, **more}  # fmt: skip
-
-
-def lettered(row: dict) -> list[str]:
-    letters = [c for c in LETTERS if filled(row, c, default=None) is not None]
-    if letters != list(LETTERS[: len(letters)]):
-        raise Bad("A", f"expected options A, B, ... without a gap, got {', '.join(letters)}")
-    return [row[c] for c in letters]
-
-
-def choose(row: dict, part: str, **more) -> dict:
-    """Multiple choice as in VLMEvalKit's TSVs: columns A, B, C, ... hold the options."""
-    if not (options := lettered(row)):
-        raise Bad("A", "expected options in columns A, B, ...")
-    return ask(row, filled(row, "question"), options, filled(row, "answer"), part, **more)
-
-
-def vstar(row: dict) -> dict:
-    """The authors' test_questions.jsonl, a JSON of boxes beside each picture; TSVs have none."""
-    part = filled(row, "category")
-    if "text" not in row:
-        return choose(row, part)
-    question, *options = re.split(r"\s*^\([A-Z]\) ?", row["text"], flags=re.MULTILINE)
-    if not options:
-        raise Bad("text", f"expected a question and options (A) ..., got {row['text']!r}")
-    options[-1] = options[-1].split("\n")[0]  # below it stands how to answer: we say that
-    labels = row["folder"] / Path(filled(row, "image")).with_suffix(".json")
-    if not labels.is_file():
-        raise Bad("image", f"expected its boxes in {labels}")
-    boxes = tuple(map(corners, json.loads(labels.read_text(encoding="utf-8"))["bbox"]))
-    return ask(row, question, options, filled(row, "label"), part, boxes=boxes)
-
-
-def corners(xywh: Sequence[float]) -> Box:
-    """x, y, width, height -> x0, y0, x1, y1 in whole pixels, rounded outwards."""
-    x, y, width, height = xywh
-    return math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
-
-
-def hrbench(row: dict) -> dict:
-    """A question is four rows; from one `cycle` to the next its options move on by one place. FSP
-    and FCP: fine-grained perception of a single instance, and across instances."""
-    parts, kind = {"single": "FSP", "cross": "FCP"}, filled(row, "category")
-    if kind not in parts:
-        raise Bad("category", f"expected single or cross, got {kind!r}")
-    return choose(row, parts[kind], cycle=filled(row, "cycle_category"))
-
-
-def mme_realworld(row: dict) -> dict:
-    part = filled(row, "Task", "category").split("/")[0]  # Perception or Reasoning
-    if filled(row, "A", default=None):
-        return choose(row, part)
-    options = literal(filled(row, "multi-choice options", "Answer choices"))
-    options = [re.sub(r"^\([A-E]\) ?", "", option) for option in options]
-    question, answer = filled(row, "question", "Text"), filled(row, "answer", "Ground truth")
-    return ask(row, question, options, answer, part)
-
-
-def vlmblind(row: dict) -> dict:
-    task, question = filled(row, "task"), filled(row, "question", "prompt")
-    rules = {"Counting": rows_and_columns, "Touching": contained, "Olympic": contained}
-    rule = rules.get(task.split()[0], in_braces)
-    return ask(row, question, (), filled(row, "answers", "groundtruth"), task, rule=rule)
-
-
-def in_braces(answer: str, reference: str) -> bool:
-    """The answer is asked for as {5}; one that is nothing but the value needs no braces."""
-    braced = re.search(r"\{(.*?)\}", answer)
-    return (braced[1] if braced else answer).strip() == reference
-
-
-def contained(answer: str, reference: str) -> bool:
-    return reference.casefold() in answer.casefold()
-
-
-def rows_and_columns(answer: str, reference: str) -> bool:
-    """rows={5} columns={6}, in either order, or (5, 6)."""
-    named = [re.search(rf"(?i){name}s?\D*(\d+)", answer) for name in ("row", "column")]
-    numbers = [match[1] for match in named] if all(named) else re.findall(r"\d+", answer)
-    return numbers == re.findall(r"\d+", reference)
-
-
-def mathvista(row: dict) -> dict:
-    question, form, answer = (filled(row, c) for c in ("question", "answer_type", "answer"))
-    part = filled(literal(filled(row, "metadata", default=row)), "task", default=form)
-    if filled(row, "question_type") == "multi_choice":
-        choices = literal(filled(row, "choices"))
-        return ask(row, question.split("\nChoices:")[0], choices, answer, part)
-    digits = int(float(filled(row, "precision", default=len(str(answer).partition(".")[2]))))
-    wanted, rule = {
-        "integer": ("a whole number", partial(rounded, int)),
-        "float": (f"a number with {digits} decimals", partial(rounded, lambda x: round(x, digits))),
-        "list": ("a Python list", same_list),
-    }.get(form, ("a word or two", None))
-    unit = f" (Unit: {row['unit']})" if filled(row, "unit", default=None) else ""
-    return ask(row, f"{question}{unit}\nAnswer with {wanted}.", (), answer, part, rule=rule)
-
-
-def rounded(how: Callable[[float], float], answer: str, reference: str) -> bool:
-    number = read_number(final_answer(answer))
-    fits = number is not None and abs(number[0]) < 1e300  # else no float can hold it
-    return fits and how(float(number[0])) == float(reference)
-
-
-def same_list(answer: str, reference: str) -> bool:
-    try:
-        return ast.literal_eval(final_answer(answer)) == ast.literal_eval(reference)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return False
-
-
-def mathverse(row: dict) -> dict:
-    """(Of the version "Vision Only" even the question stands in the image.)"""
-    question, *choices = filled(row, "question", "query_wo").split("\nChoices:")
-    options = re.findall(r"^[A-Z]:(.*)$", "".join(choices), re.MULTILINE)
-    about = {**(literal(filled(row, "metadata", default={}))), **row}
-    return ask(row, question, options, filled(row, "answer"), filled(about, "problem_version"))
-
-
-def mathvision(row: dict) -> dict:
-    question = re.sub(r"<image\d+>", "", filled(row, "question"))
-    options = literal(filled(row, "options", "choices", default=[]))
-    return ask(row, question, options, filled(row, "answer"), filled(row, "subject", "category"))
-
-
-def charxiv(row: dict) -> dict:
-    """The hub's rows give their descriptive questions as numbers, so we take the reasoning one;
-    --data CharXiv_descriptive_val.tsv has the descriptive ones in words."""
-    question, answer = filled(row, "question", "reasoning_q"), filled(row, "answer", "reasoning_a")
-    return ask(row, question, (), answer, "descriptive" if "qid" in row else "reasoning")
-
-
-def mmmu(row: dict) -> dict:
-    """A question may have images <image 1> to <image 7>: `picture` joins them to one."""
-    options = literal(filled(row, "options", default=[])) or lettered(row)
-    question, answer = filled(row, "question"), str(filled(row, "answer"))
-    if len(set(re.findall(r"<image (\d)>", question))) > 1:
-        question += "\n(The images stand below each other, image 1 at the top.)"
-    subject = filled(row, "category", "id")
-    subject = re.sub(r"^[a-z]+_|_\d+$", "", subject)  # of an id such as validation_Math_1
-    rule = any_of if not options and answer.startswith("[") else None
-    question = re.sub(r"<image (\d)>", r"[image \1]", question)
-    return ask(row, question, options, answer, subject, rule=rule)
-
-
-def any_of(answer: str, references: str) -> bool:
-    return any(same_answer(str(reference), answer) for reference in literal(references))
-
-
-BENCHES = {
-    "vstar": Bench("craigwu/vstar_bench", vstar, "search"),
-    "hrbench4k": Bench("DreamMr/HR-Bench:hr_bench_4k", hrbench, "search"),
-    "hrbench8k": Bench("DreamMr/HR-Bench:hr_bench_8k", hrbench, "search"),
-    "vlmblind": Bench("XAI/vlmsareblind:valid", vlmblind, mean_of_parts=True),
-    "mme-realworld-lite": Bench("yifanzhang114/MME-RealWorld-lite-lmms-eval",
-                                mme_realworld, "search"),
-    "mathvista": Bench("AI4Math/MathVista:testmini", mathvista, judged=True),
-    "mathverse": Bench("AI4Math/MathVerse:testmini.parquet", mathverse, judged=True),
-    "mathvision": Bench("MathLLMs/MathVision:testmini", mathvision),
-    "charxiv": Bench("princeton-nlp/CharXiv:val", charxiv, judged=True),
-    "mmmu": Bench("lmms-lab/MMMU:validation", mmmu, judged=True),
-}  # fmt: skip
-
-
 def load_bench(
     name: str, where: str | None = None, first: int | None = None
 ) -> tuple[Usable[Sample], list[Callable | None]]:
@@ -623,47 +419,6 @@ def load_bench(
             raise ValueError(f"{title}: row {i}: {error}") from error
 
     return Usable(total, words, sample, "stop", title), rules
-
-
-PICTURES = ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)))
-
-
-def picture(row: dict, folder: Path) -> Image.Image:
-    """A row's image; several are joined below each other, so that there is one to look at."""
-    cells = [cell for name in PICTURES if (cell := filled(row, name, default=None)) is not None]
-    if "image_1" not in row:
-        cells = literal(cells[0]) if str(cells[0])[:1] == "[" else cells[:1]
-    images, gap = [read_image(cell, folder) for cell in cells], 16
-    if len(images) == 1:
-        return images[0]
-    size = max(i.width for i in images), sum(i.height + gap for i in images) - gap
-    sheet, y = Image.new("RGB", size, "white"), 0
-    for image in images:
-        sheet.paste(image, (0, y))
-        y += image.height + gap
-    return sheet
-
-
-def published(
-    sources: Sequence[str], correct: Sequence[float], mean_of_parts: bool = False
-) -> dict[str, float]:
-    """The scores of the benchmark ("all") and of its parts. With cycles (HR-Bench) each is the mean
-    of the cycles' accuracies; with `mean_of_parts` (VLMs are blind) "all" is a mean over parts.
-
-    >>> published(["b/p/0", "b/p/0", "b/p/1"], [1, 0, 1])
-    {'p': 0.75, 'all': 0.75}
-    """
-    cycles: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    for source, right in zip(sources, correct, strict=True):
-        _, part, cycle = f"{source}//".split("/")[:3]
-        cycles[cycle][part].append(right)
-    scores = defaultdict(list)
-    for parts in cycles.values():
-        means = {part: fmean(rights) for part, rights in sorted(parts.items())}
-        total = means.values() if mean_of_parts else itertools.chain(*parts.values())
-        for part, value in (means | {"all": fmean(total)}).items():
-            scores[part].append(value)
-    return {part: fmean(values) for part, values in scores.items()}
 
 
 # One table, two figures
@@ -710,30 +465,6 @@ def curves(log_lines: Sequence[dict], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def compare(columns: dict[str, dict], path: Path) -> None:
-    """Several runs in one figure: a row for each rate, a mark for each run."""
-    measured = {name for metrics in columns.values() for name in metrics} - {"n", "ungraded"}
-    labels = {name: label for name, label in ROWS.items() if name in measured}
-    size = 8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    styles = itertools.cycle(zip(COLORS, MARKERS))
-    for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
-        aside = 0.5 * (i + 0.5) / len(columns) - 0.25  # so that equal values do not hide each other
-        values = [metrics.get(name) for name in labels]
-        places = [(value, row + aside) for row, value in enumerate(values) if value is not None]
-        axes.plot(*zip(*places), color=color, marker=marker, linestyle="none", label=run)
-        for row, name in enumerate(labels):  # 95 % intervals
-            ends = metrics.get("rates", {}).get(name, {}).get("interval")
-            axes.plot(ends or [], [row + aside] * len(ends or []), color=color, linewidth=1)
-    axes.set_yticks(range(len(labels)), labels.values())
-    axes.set(xlim=(-0.02, None), ylim=(max(len(labels), 1) - 0.5, -0.5), xlabel="rate")
-    axes.grid(alpha=0.3)
-    if columns:
-        figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=120)
-
-
 # The page
 
 safe = html.escape  # whatever a model or a data set wrote reaches the page through this
@@ -741,7 +472,7 @@ PAGE_LIMIT = 4_500_000  # bytes of episodes on one page; all of them are in traj
 
 # The template. Its Content-Security-Policy lets the page show its own pictures and run its own
 # script, known by its hash: nothing from the network, and nothing hidden in an episode.
-PAGE = string.Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+PAGE = string.Template((Path(__file__).parent / "kit" / "page.html").read_text(encoding="utf-8"))
 SCRIPT = PAGE.template.split("<script>")[1].split("</script>")[0]
 
 
@@ -754,20 +485,6 @@ def report(folder: Path, columns: dict[str, dict], shown: int = 50) -> Path:
     picked = spread(range(len(episodes)), shown)
     plays = [[("", episodes[i], episodes.rewards[i])] for i in picked]
     return _publish(folder, plays, columns, len(episodes))
-
-
-def report_runs(folder: Path, runs: Sequence[str], columns: dict[str, dict]) -> Path:
-    """report.html in `folder`: samples that all runs played, side by side. A run that kept no
-    episodes is only in the table."""
-    kept = {run.rstrip("/"): Episodes(Path(run)) for run in runs}
-    kept = {run: episodes for run, episodes in kept.items() if len(episodes)}
-    ids = [dict.fromkeys(episodes.ids) for episodes in kept.values()] or [{}]
-    common = [id for id in ids[0] if all(id in own for own in ids)]
-    plays = []
-    for id in spread(common, max(1, 50 // len(runs))):
-        at = {run: episodes.ids.index(id) for run, episodes in kept.items()}  # its first play
-        plays.append([(run, kept[run][i], kept[run].rewards[i]) for run, i in at.items()])
-    return _publish(folder, plays, columns, len(common))
 
 
 def spread(items: Sequence, most: int) -> Sequence:
@@ -939,336 +656,8 @@ def picture_url(image: Image.Image, budget: int) -> str:
     return url
 
 
-# One episode as a picture
-
-
-def film(trajectory: Trajectory, reward: Reward, path: Path) -> None:
-    """A film strip as a PNG: the image with its targets and the boxes shown; every turn with its
-    picture and score; and below, who chose each token."""
-    sample, turns = trajectory.sample, scored(trajectory, reward)
-    options = (f"{letter}. {text}" for letter, text in zip(LETTERS, sample.options))
-    words = [_lines("\n".join([sample.question, *options])), *(_lines(s.text) for s, _ in turns)]
-    heights = 2.6, 0.16 * max(text.count("\n") + 1 for text in words), 0.14  # inches
-    size = 2.9 * len(words), sum(heights) + 0.8
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    places = figure.add_gridspec(3, len(words), height_ratios=heights)
-
-    def cell(row: int, column: int | slice) -> Axes:
-        axes = figure.add_subplot(places[row, column], xticks=[], yticks=[])
-        axes.spines[:].set_visible(row == 0)
-        return axes
-
-    def outline(axes: Axes, box: Box, color: str, line: str) -> None:
-        x0, y0, x1, y1 = box
-        for edge, width, dash in (("white", 4, "-"), (color, 2, line)):
-            style = {"fill": False, "edgecolor": edge, "linewidth": width, "linestyle": dash}
-            axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, **style))
-
-    first = cell(0, 0)
-    first.imshow(sample.image, interpolation="nearest")
-    first.set_title("image; dashed: the target" if sample.boxes else "image", fontsize=9)
-    for box in sample.boxes:
-        outline(first, box, "black", "--")
-    for i, text in enumerate(words):
-        cell(1, i).text(0, 1, text, va="top", fontsize=8, family="monospace")
-    for i, (step, value) in enumerate(turns, start=1):
-        top = cell(0, i)
-        if seen := step.observation:
-            verdict = "no verdict" if value is None else f"score {value:g}"
-            top.set_title(f"{i}. {', '.join([*seen.sources, verdict])}", fontsize=9)
-            for image in seen.images[:1]:
-                top.imshow(image, interpolation="nearest")
-            for box in filter(None, seen.boxes):
-                outline(first, box, COLORS[0], "-")
-                first.text(box[0], box[1], f" {i}", color=COLORS[0], va="bottom", weight="bold")
-        else:
-            said = "no answer" if trajectory.answer is None else trajectory.answer
-            verdict = f"{'✓' if reward.right else '✗'} {said}\n(reference: {sample.answer})"
-            top.set_title(f"{i}. answer", fontsize=9)
-            top.set_box_aspect(sample.image.height / sample.image.width)  # shaped like the image
-            color = COLORS[0 if reward.right else 1]
-            top.text(0.5, 0.5, _lines(verdict, 20), color=color, ha="center", va="center")
-    bar, start = cell(2, slice(None)), 0
-    for who, tokens in runs_of(trajectory.acted):
-        bar.barh(0, tokens, left=start, color=COLORS[0] if who else "#c9c6be")
-        start += tokens
-    bar.margins(x=0)
-    bar.set_xlabel("blue: tokens chosen by the policy", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
-def _lines(text: str, width: int = 38, most: int = 16) -> str:
-    """Broken into lines that fit a cell; a $ does not begin a formula."""
-    text = re.sub(r"(?<=</think>)(?=.)|(?<=.)(?=<answer>)", "\n", text)
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
-    lines = lines[:most] + ["..."] * (len(lines) > most)
-    return "\n".join(lines).replace("$", r"\$")
-
-
-# The study: what does each reward teach?
-
-WORLDS = {"guessing pays": 1.0, "looking pays": 0.5}  # their --shortcut
-HOME = "guessing pays"  # where all SFT models learn
-STUDIED = ("tapo", "tool_bonus", "deepeyes", "codedance", "thyme", "accuracy", "random")
-SHOWN = ("accuracy", "ood_accuracy", "tool_use", "faithful", "crop_area", "error_rate")
-QUICK = (("tapo", "tool_bonus", "accuracy"), ("guessing pays",), (0,))  # rewards, worlds, seeds
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of train.py in a folder of the study."""
-
-    reward: str  # a key of REWARDS; "zero-rl", TAPO from the base model; "sft", stage 1 alone
-    world: str  # a key of WORLDS
-    seed: int
-    lambda_tool: float = 0.2
-
-    @property
-    def name(self) -> str:
-        swept = "" if self.lambda_tool == 0.2 else f"-lambda-{self.lambda_tool:g}"
-        return f"{self.reward}{swept}-{self.world.split()[0]}-{self.seed}"
-
-    @property
-    def start(self) -> Job | None:
-        """Whose SFT model it takes over: its seed's, once that was measured in this world."""
-        if self.reward == "sft":
-            return None if self.world == HOME else Job("sft", HOME, self.seed)
-        return None if self.reward == "zero-rl" else Job("sft", self.world, self.seed)
-
-    def command(self, study: Path) -> list[str]:
-        """What one would type by hand. A run that was cut off goes on where it was."""
-        folder, python = study / self.name, [sys.executable, "train.py"]
-        if (folder / "state.json").exists():
-            return [*python, "--resume", str(folder)]
-        begin = ["--model", f"{study}/{self.start.name}/sft"] if self.start else []
-        begin += ["--sft-steps", "0"] if self.start or self.reward == "zero-rl" else []
-        then = {"sft": ["--rl-steps", "0"], "zero-rl": []}
-        return [
-            *python, *begin, *then.get(self.reward, ["--reward", self.reward]),
-            "--seed", str(self.seed), "--shortcut", str(WORLDS[self.world]), "--eval-every", "10",
-            "--lambda-tool", str(self.lambda_tool), "--out", str(folder),
-        ]  # fmt: skip
-
-    def run(self, study: Path) -> None:
-        """Train, unless that is done."""
-        folder, start = study / self.name, self.start
-        if not (folder / "summary.json").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            if start and start.world == self.world and not (folder / "state.json").exists():
-                # It asked the same model the same questions: they are not played again.
-                theirs = study / start.name / "sft-episodes"
-                if theirs.is_dir():
-                    shutil.copytree(theirs, folder / theirs.name, dirs_exist_ok=True)
-            with open(study / f"{self.name}.txt", "a") as heard:
-                how = {"cwd": Path(__file__).parent, "stdout": heard, "stderr": heard}
-                code = subprocess.run(self.command(study), **how).returncode
-            if code:
-                raise RuntimeError(f"{self.name} ended with {code}; its words: {heard.name}")
-
-
-def study_rewards(study: Path, quick: bool) -> dict:
-    """Every reward in both worlds, three seeds, from the same SFT models. Writes study.json, which
-    it returns, and two figures. One run a core at a time. Finished runs are not run again: after a
-    change of the code, give a new folder."""
-    study = study.resolve()  # the runs start in the folder of train.py
-    rewards, worlds, seeds = QUICK if quick else (STUDIED, tuple(WORLDS), (0, 1, 2))
-    jobs = [Job("sft", HOME, seed) for seed in seeds]
-    if not quick:
-        jobs += [Job("zero-rl", HOME, seed) for seed in seeds]
-        jobs += [Job("tapo", HOME, 0, weight) for weight in (0.1, 0.4)]
-    jobs += [Job(r, w, s) for s in seeds for w in worlds for r in ("sft", *rewards)]
-    jobs, running = list(dict.fromkeys(jobs)), {}  # each once, and after the one it starts from
-    over = threading.Event()
-
-    def turn(job: Job) -> None:
-        """It comes when the run has ended that this one starts from; after a failure, never."""
-        try:
-            if job.start:
-                running[job.start].result()
-            if not over.is_set():
-                job.run(study)
-        except (RuntimeError, OSError) as error:  # of a run; a full disk, a file in the way
-            over.set()
-            if isinstance(error, OSError):
-                raise RuntimeError(f"{job.name} could not begin: {str(error)[:300]}") from error
-            raise
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        bar = tqdm(total=len(jobs), desc="runs")
-        try:
-            for job in jobs:
-                running[job] = pool.submit(turn, job)
-            for run in as_completed(running.values()):
-                run.result()
-                bar.update()
-        except BaseException as error:  # Ctrl-C as well: the runs that have begun hear it, too
-            over.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            bar.write(f"{error or 'stopped'}. The study ends when the runs that have begun do")
-            raise
-    runs = [result(job, study) for job in jobs]
-    found = {"runs": dict(zip((job.name for job in jobs), runs)), "table": rewards_table(runs)}
-    (study / "study.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    draw_study(runs, CURVES, study / "study.png")
-    draw_study(runs, PARTS, study / "study_parts.png")
-    return found
-
-
-def quarter(folder: Path) -> dict:
-    """Metrics on every fourth question of a stage, those that are asked amid training, too."""
-    episodes, rewards = read_trajectories(folder / "trajectories.jsonl")
-    return measure(episodes[::4], rewards[::4])
-
-
-def result(job: Job, study: Path) -> dict:
-    """What is kept of a run: metrics of its start and its end (all questions), of an evaluation
-    every ten steps (a fourth of them), and the means of the training log over every ten steps."""
-    folder = study / job.name
-    try:
-        stages = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["stages"]
-        log = [json.loads(line) for line in open(folder / "log.jsonl", encoding="utf-8")]
-    except ValueError as error:
-        raise ValueError(f"the summary.json or log.jsonl of {folder} is damaged ({error}): delete "
-                         f"that folder and give the same command again") from error  # fmt: skip
-    steps = [e for e in log if e["stage"] == "rl"]
-    start, end = ({k: v for k, v in stages[s].items() if isinstance(v, int | float | None)}
-                  for s in ("sft", "rl"))  # fmt: skip
-    asked = [{"step": 0} | quarter(folder / "sft-episodes")]
-    asked += [e for e in log if e["stage"] == "evaluation"]
-    asked += [{"step": steps[-1]["step"]} | quarter(folder)] if steps else []
-    tested = [{name: e[name] for name in ("step", *SHOWN)} for e in asked]
-    curve = []
-    for i in range(0, len(steps), 10):
-        block = steps[i : i + 10]  # ten training steps hold more rollouts than one evaluation
-        numbers = [(k, v) for e in block for k, v in e.items() if isinstance(v, int | float)]
-        means = {name: fmean(v for k, v in numbers if k == name) for name, _ in numbers}
-        curve.append(means | {"step": block[-1]["step"]})
-    found = {"routes": routes(start), "start": start, "end": end}
-    return {**asdict(job), **found, "evaluations": tested, "curve": curve}
-
-
-def routes(m: dict) -> dict[str, dict[str, float | None]]:
-    """Each way to deal with a search question: its share, and its accuracy, which is
-    P(right | route) = P(route | right) P(right) / P(route)."""
-    names = {"right crop": "faithful", "careless crop": "unfaithful", "direct answer": "no_tool"}
-    paid = {}
-    for route, name in names.items():
-        right = (m[f"{name}_given_correct"] or 0.0) * m["search_accuracy"]
-        paid[route] = {"share": m[name], "accuracy": right / m[name] if m[name] else None}
-    return paid
-
-
-def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """The paper's Tables 1 and 2 in our metrics: world -> reward -> metric -> its value at the end
-    of every seed's run. The reward "start" is the SFT model, before any."""
-    table: dict = {}
-    for run in (run for run in runs if run["lambda_tool"] == 0.2):
-        told = [("start", run["start"])] if run["reward"] == "tapo" else []
-        told += [(run["reward"], run["end"])] if run["reward"] != "sft" else []
-        for reward, metrics in told:
-            numbers = table.setdefault(run["world"], {}).setdefault(reward, {})
-            for name in SHOWN:
-                numbers.setdefault(name, []).append(metrics[name])
-    return table
-
-
-TOLD = {
-    "start": "SFT, where all start", "tapo": "**TAPO**",
-    "tool_bonus": "`tool_bonus`, a bonus per call", "deepeyes": "`deepeyes`, a gated bonus",
-    "codedance": "`codedance`, a bonus that shrinks with ease", "thyme": "`thyme`, consistency",
-    "accuracy": "`accuracy`", "random": "`random`, the null", "zero-rl": "TAPO without SFT",
-}  # fmt: skip
-
-
-def rewards_markdown(found: dict) -> str:
-    """The tables of the study as the README shows them: mean (lowest to highest seed)."""
-    runs, lines = found["runs"].values(), []
-
-    def head(*names: str) -> None:
-        lines.extend([f"| {' | '.join(names)} |", "|---" * len(names) + "|"])
-
-    for world, rewards in found["table"].items():
-        lines += [f"{world.capitalize()} (`--shortcut {WORLDS[world]}`):", ""]
-        head("", "seeds", *(ROWS[name] for name in SHOWN))
-        for reward in (name for name in TOLD if name in rewards):
-            cells = [[v for v in rewards[reward][name] if v is not None] for name in SHOWN]
-            texts = [f"{fmean(c):.2f} ({min(c):.2f}–{max(c):.2f})" if c else "" for c in cells]
-            lines.append(f"| {TOLD[reward]} | {len(cells[0])} | {' | '.join(texts)} |")
-        lines.append("")
-
-    ours = [run for run in runs if run["reward"] == "tapo"]
-    lines += ["What each route pays at the start (share of search questions, accuracy; means over "
-              "seeds):", ""]  # fmt: skip
-    head("", *ours[0]["routes"])
-    for world in found["table"]:
-        own = [r["routes"] for r in ours if (r["world"], r["lambda_tool"]) == (world, 0.2)]
-        cells = [[[r[route][x] for r in own if r[route][x] is not None]
-                  for x in ("share", "accuracy")] for route in own[0]]  # fmt: skip
-        texts = [", ".join(f"{fmean(c):.2f}" if c else "" for c in pair) for pair in cells]
-        lines.append(f"| {world} | {' | '.join(texts)} |")
-
-    swept = [r for r in ours if (r["world"], r["seed"]) == (HOME, 0)]
-    if len(swept) > 1:
-        lines += ["", f"TAPO with other weights of what tools showed ({HOME}, seed 0):", ""]
-        head("λ_tool", *(ROWS[name] for name in SHOWN[:-1]))
-        for run in sorted(swept, key=lambda run: run["lambda_tool"]):
-            texts = [f"{run['end'][name]:.2f}" for name in SHOWN[:-1]]
-            lines.append(f"| {run['lambda_tool']} | {' | '.join(texts)} |")
-    return "\n".join(lines)
-
-
-CURVES = {"tool use": "tool_use", "faithful": "faithful"}
-PARTS = {"answer reward": "answer", "tool reward": "tools", "format reward": "format",
-         "tokens per step": "generated_tokens", "calls per rollout": "calls"}  # fmt: skip
-
-
-def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None:
-    """The paper's Figs. 6, 9 and 10 in our metrics: a row for each world, a column for each number,
-    a line for each reward: the mean of its seeds, with their range shaded."""
-    worlds = list(dict.fromkeys(run["world"] for run in runs))
-    told = (run["reward"] for run in runs if run["curve"] and run["reward"] != "zero-rl")
-    rewards = list(dict.fromkeys(told))
-    size = (3.2 * len(panels) + 1, 3 * len(worlds) + 0.6)
-    figure = Figure(figsize=size, layout="constrained")
-    places = figure.subplots(len(worlds), len(panels), squeeze=False, sharey="col")
-    for row, world in zip(places, worlds):
-        for axes, (label, name) in zip(row, panels.items()):
-            for i, reward in enumerate(rewards):
-                own = [r["curve"] for r in runs if (r["reward"], r["world"], r["lambda_tool"])
-                       == (reward, world, 0.2)]  # fmt: skip
-                if own:
-                    steps = [point["step"] for point in own[0]]
-                    values = [[point[name] for point in points] for points in zip(*own)]
-                    style = {"color": COLORS[i % 7], "linestyle": LINES[i % 7]}
-                    axes.plot(steps, list(map(fmean, values)), **style, label=reward)
-                    axes.fill_between(steps, [*map(min, values)], [*map(max, values)],
-                                      color=COLORS[i % 7], alpha=0.12)  # fmt: skip
-            axes.set(title=f"{world}: {label}", xlabel="training step")
-            axes.grid(alpha=0.3)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=120)
-
-
-# Command line
-
-
-def columns_of(runs: Sequence[str]) -> dict[str, dict]:
-    """A column for each stage of each run, from the summary.json in its folder."""
-    columns = {}
-    for run in runs:
-        try:
-            summary = json.loads((Path(run) / "summary.json").read_text(encoding="utf-8"))
-            stages = summary["stages"].items()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"no run in {run}: expected a folder with the summary.json of a finished run of "
-                f"train.py or evaluate.py --model, but {error!r}"
-            ) from error
-        columns.update({f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages})
-    return columns
-
-
+# What stands above this file: the flag, and the module whose main(args, parser) takes over.
+DOORS = {"compare": "beyond.compare", "film": "beyond.film", "study": "beyond.study"}
 TOY = {"limit": 256, "max_new_tokens": 64, "max_length": 2048, "wave": 128}
 OTHERS = {"max_new_tokens": 1024, "max_length": 16384, "wave": 32}
 FLAGS = dict(
@@ -1337,7 +726,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, about in FLAGS.items():
         parser.add_argument("--" + name.replace("_", "-"), **about)
     args = parser.parse_args(argv)
-    if not (args.model or args.compare or args.film or args.study):
+    for word, door in DOORS.items():
+        if getattr(args, word):
+            return importlib.import_module(door).main(args, parser)
+    if not args.model:
         return parser.print_help()
     usual = TOY if args.bench == "toy" else OTHERS
     usual = usual | {"temperature": float(args.avg_at > 1)}
@@ -1345,14 +737,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     lies = PERTURBATIONS if args.perturb == "all" else args.perturb.split(",")
     args.perturb = [lie for lie in lies if lie]
     try:
-        if args.film:
-            return print(draw_film(args))
-        if args.study:
-            make_folder(args.out)
-            found = study_rewards(args.out, args.quick)
-            return print(rewards_markdown(found), "", args.out / "study.json", sep="\n")
-        if args.compare:
-            return compare_runs(args.compare, args.out)
         check(args)
         cpu = not torch.cuda.is_available()
         processes = PartialState(cpu, timeout=timedelta(days=7))  # long: they wait for the slowest
@@ -1386,7 +770,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = {"config": vars(args) | {"out": str(args.out)}, "seconds": seconds, "stages": stages}
     text = json.dumps(summary, indent=2)
     (args.out / "summary.json").write_text(text, encoding="utf-8")
-    compare(stages, args.out / "compare.png")
+    importlib.import_module("beyond.compare").compare(stages, args.out / "compare.png")
     print(table(stages), details(metrics), sep="\n\n")
     studies(args, policy, rules, episodes, second)
     print(report(args.out, stages))
@@ -1403,26 +787,14 @@ def studies(
         found = kept if kept.get("run") == episodes.run else found
     found["tool_use"] = tool_use(episodes)
     print("", listing(found["tool_use"]), "", sep="\n")
-    if second:
-        theirs = [REWARDS["tapo"]([t], second, Weights(), random.Random(0))[0] for t in episodes]
-        cells, agree, kappa = agreement(episodes, rewards, theirs)
-        found["judges"] = {"agree": agree, "kappa": kappa}
-        print(f"boxes and judge agree: {agree}, kappa {kappa}; (boxes, judge): {dict(cells)}\n")
     if args.perturb:
         found["perturb"] = perturb(policy, episodes, rewards, rules, args.perturb, args.seed)
         print(study_table(found["perturb"]), end="\n\n")
-    if args.ablation:
-        found["ablation"] = ablation(episodes, without_tools(policy, episodes, rules))
-        found["evidence"] = evidence(policy, episodes, rewards, rules, seed=args.seed)
-        print(listing(found["ablation"]), "", listing(found["evidence"]), "", sep="\n")
+    if second or args.ablation:
+        beyond = importlib.import_module("beyond.evidence")
+        found |= beyond.studies(policy if args.ablation else None, episodes, rewards, rules,
+                                args.seed, second)  # fmt: skip
     file.write_text(json.dumps(found, indent=2, default=vars), encoding="utf-8")
-
-
-def compare_runs(runs: Sequence[str], out: Path) -> None:
-    columns = columns_of(runs)
-    make_folder(out)
-    compare(columns, out / "compare.png")
-    print(table(columns), out / "compare.png", report_runs(out, runs, columns), sep="\n\n")
 
 
 def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
@@ -1444,20 +816,6 @@ def details(metrics: dict) -> str:
     rates = {name: Rate(**rate) for name, rate in metrics["rates"].items()}
     parts = [f"{part:40} {value:.3f}" for part, value in metrics.get("parts", {}).items()]
     return "\n".join([listing(rates), "", metrics["correct_by_faithful"], "", *parts])
-
-
-def draw_film(args: argparse.Namespace) -> Path:
-    episodes = Episodes(Path(args.film))
-    if not len(episodes):
-        raise ValueError(f"no trajectories.jsonl with episodes in {args.film}")
-    pairs = enumerate(zip(episodes, episodes.rewards), start=1)
-    good = (i for i, (t, r) in pairs if r.right and faithful(finding(t, r)))
-    at = (next(good, 1) if args.episode is None else args.episode) - 1
-    if not 0 <= at < len(episodes):
-        raise ValueError(f"--episode is 1 to {len(episodes)}, got {args.episode}")
-    make_folder(args.out)
-    film(episodes[at], episodes.rewards[at], args.out / "film.png")
-    return args.out / "film.png"
 
 
 if __name__ == "__main__":

@@ -33,30 +33,28 @@ are cut at its border; paths are relative to the file.
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import io
-import json
-import math
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from statistics import fmean
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 from PIL import Image
 
-from data import Box, Sample, read_image
-from grpo import Objective, group_row, group_rows, log_probs
-from rewards import BoxJudge, ChatJudge, Judge, Reward, Weights, area, crop, hand_made, is_correct
-from rewards import kappa, ran_well, recall, step_score, tapo
-from rollout import Encoded, Policy, Rules, Step, Trajectory, begin, listen, play_on, rows_that_fit
+from data import Sample
+from kit.answers import is_correct
+from kit.boxes import Box, area, recall
+from kit.qwen import Policy
+from rewards import BoxJudge, Reward, Weights, crop, hand_made, ran_well, tapo
+from rollout import Rules, Step, Trajectory, listen, play_on, rows_that_fit
 from sandbox import Observation, Sandbox
 
 # Rates
@@ -271,22 +269,6 @@ def rates(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> dict
     """The values of `count`, and n, the number of trajectories."""
     findings = [finding(t, r) for t, r in zip(trajectories, rewards, strict=True)]
     return {"n": len(findings)} | {name: rate.value for name, rate in count(findings).items()}
-
-
-def agreement(
-    trajectories: Sequence[Trajectory], first: Sequence[Reward], second: Sequence[Reward]
-) -> tuple[Counter, Rate, float | None]:
-    """Two judges on the same calls. Is it a hit (a score of 1)? A table of (first, second), or of
-    None where one of them had no verdict; how often they agree; Cohen's kappa, None if chance alone
-    would always agree. Calls that showed no picture, or crossed a red line, were not judged."""
-    table: Counter[tuple[bool, bool] | None] = Counter()
-    for t, one, two in zip(trajectories, first, second, strict=True):
-        for step, *pair in zip(t.tool_steps, one.steps, two.steps, strict=True):
-            if step.observation.images and -1.0 not in pair:
-                table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
-    cells = [table[a, b] for a in (True, False) for b in (True, False)]
-    always = sum(cells) in (cells[0], cells[3])
-    return table, Rate(cells[0] + cells[3], sum(cells)), None if always else kappa(*cells)
 
 
 # How tools were used (Appendix 12)
@@ -527,187 +509,7 @@ def study_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
             rows.append((f"  {name}", f"{n.numerator:g}/{n.denominator:g}",
                          *(cell(*other) for other in others)))  # fmt: skip
     return grid(rows)
-
-
-# Needed, and used (ours)
-
-
-def answer_now(policy: Policy, t: Trajectory, i: int) -> Trajectory:
-    """A copy that keeps the thought of its i-th turn, and must answer where the code began."""
-    copy, words = up_to(policy, t, i), t.steps[i].text.split("<code>")[0]
-    words += "</think>" * (words.count("<think>") - words.count("</think>")) + "<answer>"
-    del copy.ids[t.steps[i].start :], copy.acted[t.steps[i].start :], copy.steps[i:]
-    copy.observe(policy.encode(words, []))
-    return copy
-
-
-def without_tools(
-    policy: Policy, trajectories: Sequence[Trajectory], rules: Rules
-) -> Iterator[Trajectory]:
-    """The same policy and the same first thought, but where its first code would begin it has to
-    answer. Trajectories without code come back as they are."""
-    refusing = SimpleNamespace(run=lambda code: Observation(error="no tools"), close=lambda: None)
-    once = replace(rules, turns=1, temperature=0.0)
-    for wave in waves(policy, range(len(trajectories)), rules):
-        played = [trajectories[k] for k in wave]
-        direct = [answer_now(policy, t, 0) if t.tool_steps else t for t in played]
-        cut = [d for d, t in zip(direct, played) if d is not t]
-        if cut:
-            play_on(policy, cut, {id(t): refusing for t in cut}, once)
-        for t in cut:
-            answer, closed, _ = t.steps[-1].text.partition("</answer>")  # (answer_now opened it)
-            t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")
-        yield from direct
-
-
-def ablation(trajectories: Iterable[Trajectory], direct: Iterable[Trajectory]) -> dict[str, Rate]:
-    """Is the tool worth it? Search questions with tools, and without (`direct`, from
-    without_tools): how many are right, and how many only one way solves."""
-    units = []
-    for t, d in zip(trajectories, direct, strict=True):
-        if t.sample.kind == "search":
-            a, b = is_right(t), is_right(d)
-            units.append(({"with tools": one(a), "without tools": one(b),
-                           "solved only with": one(a > b), "solved only without": one(a < b)},
-                          question_of(t.sample)))  # fmt: skip
-    return add_up(units, DRAWS)
-
-
-@torch.no_grad()
-def evidence(
-    policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
-    crops: int = 4, seed: int = 0,
-) -> dict[str, Rate]:  # fmt: skip
-    """What the calls on search questions were worth: ln pi(reference answer) after the tool, less
-
-    evidence value   its mean after random crops of the same size
-    decision value   what it would have been where the code began: had the policy answered there
-
-    A call is used if the first exceeds 0.1, needed if the second does. The history is fixed, and
-    the answer follows at once: a further thought might give away what the crop showed. Calls that
-    showed nothing, a picture without a box, or a crop with no room for another, are not measured.
-    """
-    units = []
-    for t, reward in zip(trajectories, rewards, strict=True):
-        rng = Random(f"{seed} {t.sample.id}")
-        calls = [i for i, step in enumerate(t.steps) if step.observation]
-        for i, score in zip(calls, reward.steps, strict=True):
-            if t.sample.kind != "search":
-                continue
-            seen, gain, decision = t.steps[i].observation, 0.0, 0.0
-            others = [lie("random", seen, t.sample.image, rng) for _ in range(crops)]
-            measured = bool(seen.images) and not any(o.environment for o in (seen, *others))
-            if measured:
-                real, *rest, direct = answer_log_probs(policy, t, i, [seen, *others], rules)
-                gain, decision = real - fmean(rest), real - direct
-            hit = measured and (score or 0) >= 1
-            miss = measured and score is not None and not hit
-            used, needed = gain > 0.1, decision > 0.1
-            units.append(({
-                "measured": one(measured),
-                "evidence value": one(gain, measured), "decision value": one(decision, measured),
-                "evidence value of a hit": one(gain, hit),
-                "evidence value of a miss": one(gain, miss),
-                "used": one(used, measured), "needed": one(needed, measured),
-                "needed and used": one(used and needed, measured),
-            }, question_of(t.sample)))  # fmt: skip
-    return add_up(units, DRAWS, seed)
-
-
-def answer_log_probs(
-    policy: Policy, t: Trajectory, i: int, shown: list[Observation], rules: Rules
-) -> list[float]:
-    """log pi(reference answer) after the i-th turn and each of `shown`, then without the call.
-    One history, several futures: a row of grpo.py, with the log-probabilities of stage 2."""
-    base, branches = up_to(policy, t, i), []
-    for seen in shown:
-        branch = begin(t.sample, Encoded(base.ids[:], base.images[:]))
-        closed, pictures = base.ids[-1] == policy.end_id, policy.pictures(seen.images)
-        branch.observe(policy.encode_observation(seen, pictures, closed, rules.max_log_chars))
-        branch.observe(policy.encode("<answer>", []))
-        branches.append(branch)
-    branches.append(answer_now(policy, t, i))
-    for branch in branches:
-        branch.act(policy.encode(policy.neutralise(t.sample.answer) + "</answer>", []).ids)
-    *after, direct = enumerate(branches)
-    scores = torch.zeros(len(branches))  # [branches]
-    for row in (*group_rows(policy, after, Objective.row_tokens), group_row(policy, [direct])):
-        logp, owner = log_probs(policy, [row])  # [N], [N] of the answer's N tokens in all branches
-        scores.index_add_(0, owner.cpu(), logp.float().cpu())
-    return scores.tolist()
-
-
-# Trajectories of other agents
-
-FIELDS = {"question": str, "image": str, "answer": (str, type(None)), "correct": bool,
-          "steps": list, "targets": list, "kind": str, "text": str, "id": str}  # fmt: skip
-STEP = {"box": list, "image": str, "text": str, "code": str, "error": (str, type(None)),
-        "score": (int, float, type(None))}  # fmt: skip
 HALF = BoxJudge(visible=0.5, focus=(0.0, 0.0))  # half of a target in view, however large the crop
-
-
-def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
-    """One pair at a time: pictures may be large. The head of this file has the schema."""
-    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        try:
-            if text.strip():
-                yield from_line(json.loads(text), path.parent, judge, f"line {number}")
-        # An infinite box overflows; brackets nested by the thousand recurse.
-        except (ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number}: expected a trajectory as described at the head of "
-                f"faithfulness.py, but {error}"
-            ) from error
-
-
-def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajectory, Reward]:
-    check(line, FIELDS, [*FIELDS][:5], "the line")
-    image, kind = read_image(line["image"], folder), line.get("kind", "search")
-    boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
-    sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
-    steps, scores = [], []
-    for number, step in enumerate(line["steps"], start=1):
-        check(step, STEP, [], f"step {number}")
-        error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
-        seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
-        if box or "image" in step:
-            picture = read_image(step["image"], folder) if "image" in step else image.crop(box)
-            seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
-        if "score" not in step:  # a BoxJudge cannot see a picture without a box
-            blind = seen.boxes == [None] and isinstance(judge, BoxJudge)
-            step["score"] = None if blind else step_score(sample, seen, judge)
-        elif not 0 <= (step["score"] or 0) <= 1:
-            raise ValueError(f"step {number} has score {step['score']}: expected one from 0 to 1")
-        scores.append(step["score"])
-        steps.append(Step(step.get("text", ""), step.get("code", ""), seen, 0, 0))
-    steps.append(Step(line.get("text", ""), None, None, 0, 0))
-    trajectory = Trajectory(sample, steps=steps, answer=line["answer"], ended="answered")
-    return trajectory, Reward(float(line["correct"]), None, 0.0, tuple(scores), None)
-
-
-def check(found: object, types: dict, must: list[str], what: str) -> None:
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is {found!r:.60}, no object")
-    missing = [key for key in must if key not in found]
-    strange = [key for key in found if key not in types]
-    if missing or strange:
-        raise ValueError(f"{what} lacks {missing} and has {strange}; known are {', '.join(types)}")
-    for key, value in found.items():
-        if not isinstance(value, kind := types[key]):
-            raise ValueError(f"{what}: {key} {value!r:.60}, which is of another type than {kind}")
-
-
-def box_in(image: Image.Image, box: object) -> Box:
-    """[x0, y0, x1, y1] in whole pixels, rounded outwards and cut at the border of the image."""
-    if not isinstance(box, list) or [isinstance(v, (int, float)) for v in box] != [True] * 4:
-        raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
-    if all(0 <= v <= 1 for v in box) and not all(isinstance(v, int) for v in box):
-        raise ValueError(f"expected pixels, got the box {box} in shares: multiply by the size")
-    (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])
-    cut = max(x0, 0), max(y0, 0), min(x1, image.width), min(y1, image.height)
-    if cut[0] >= cut[2] or cut[1] >= cut[3]:
-        raise ValueError(f"box {box} has no pixel of an image of {image.width}x{image.height}")
-    return cut
 
 
 def demo() -> str:
@@ -735,33 +537,8 @@ def demo() -> str:
     return "\n\n".join([grid(lines), listing(counts), cross_table(counts)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Rates of recorded or hand-made trajectories.")
-    flag = parser.add_argument
-    flag("file", nargs="?", type=Path, help="trajectories.jsonl, or any agent's")
-    flag("--aggregate", choices=AGGREGATES, default="any", help="which pictures must be hits")
-    flag("--judge-url", help="of an OpenAI-compatible server that looks at unscored pictures")
-    flag("--judge-model", default="", help="its name there")
-    args = parser.parse_args()
-    if args.file is None:
-        return print(demo())
-    try:
-        url, model = args.judge_url, args.judge_model
-        pairs = read_foreign(args.file, ChatJudge(url, model, "evaluation") if url else HALF)
-        with open(args.file, encoding="utf-8") as file:
-            if '"sample": {' in file.readline():  # a file of evaluate.py's
-                from evaluate import read_trajectories  # not above: it imports us
-
-                pairs = zip(*read_trajectories(args.file))
-        units = [(finding(*pair), use_of(pair[0])) for pair in pairs]
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    if not units:
-        parser.error(f"{args.file} is empty: expected at least one trajectory")
-    counts = count((f for f, _ in units), args.aggregate, DRAWS)
-    used = add_up(((use, f.cluster) for f, use in units), DRAWS)
-    print(listing(counts), cross_table(counts), listing(used), sep="\n\n")
-
-
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 1:
+        print(demo())
+    else:  # the trajectories of any agent
+        importlib.import_module("beyond.agents").main()

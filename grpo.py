@@ -17,21 +17,18 @@ Symbols     R reward   A advantage   ratio = pi_new / pi_old   eps clip range   
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from rollout import Picture, Policy, Trajectory
+from kit.processes import gathered, parts, processes, whole
+from kit.qwen import Picture, Policy
+from rollout import Trajectory
 
 # Compare: each rollout against the others of its own question
 
@@ -237,95 +234,6 @@ def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tupl
     return logp, torch.cat([row.owner for row in rows]).to(device)
 
 
-# Several processes: each plays its own questions, and they meet in the gradient
-
-
-def processes() -> tuple[int, int]:
-    """(which one this is, how many there are)"""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def gathered(value) -> list:
-    """`value` of every process, in their order."""
-    values = [value] * processes()[1]
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def mine(items: list) -> list:
-    """This process's share of a global batch."""
-    rank, n = processes()
-    return items[rank::n]
-
-
-def merged(shares: list[list]) -> list:
-    """`mine` undone: the global batch again, from the shares of all processes."""
-    items = [None] * sum(map(len, shares))
-    for rank, share in enumerate(shares):
-        items[rank :: len(shares)] = share
-    return items
-
-
-def parts(items: list) -> list[list]:
-    """What may share a micro-batch. A process among several has one part, its share. One process
-    alone has two, the shares that two processes would have: so it sums in the same order as they
-    do. Another order of floats changes the last bit, and hundreds of steps make that visible."""
-    return [items[0::2], items[1::2]] if processes()[1] == 1 else [items]
-
-
-def shard(policy: Policy) -> None:
-    """Cut weights, gradients and optimiser state evenly over the processes (FSDP2; ZeRO-3). Every
-    layer is fetched as a whole when its turn comes. Weights stay fp32: at a learning rate of 1e-6
-    a bf16 weight would never move. On a GPU they are fetched, and compute, in bf16; gradients are
-    added up in fp32. One process on a CPU has nothing to cut and is left as it is."""
-    kind, n = policy.device.type, processes()[1]
-    if n == 1 and kind == "cpu":
-        return
-    if not dist.is_initialized():  # one GPU: the same path, with nobody to meet
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    how = dict(mesh=init_device_mesh(kind, (n,)), reshard_after_forward=True)
-    if kind != "cpu":
-        # Inputs are not cast: that would round the vision tower's rotary angles, and the policy
-        # would no longer be the actor to the last bit.
-        how["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    policy.scorer = Scorer(policy)
-    inner = policy.model.model
-    for module in (*inner.visual.blocks, *inner.language_model.layers, policy.scorer):
-        fully_shard(module, **how)
-        module.set_gradient_divide_factor(1.0)  # a sum over processes: see `learn`
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def actor_of(policy: Policy) -> Policy:
-    """Who plays: a whole copy of the policy on every process, in the precision it computes in, so
-    that generate needs no other process. Before `shard`. On one CPU the policy itself plays."""
-    kind, n = policy.device.type, processes()[1]
-    if n == 1 and kind == "cpu":
-        return policy
-    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
-    # deepcopy takes what its memo holds already: no second copy in fp32, and buffers stay fp32.
-    memo = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
-            for p in policy.model.parameters()}  # fmt: skip
-    actor = copy.copy(policy)
-    actor.model = copy.deepcopy(policy.model, memo)
-    return actor
-
-
-@torch.no_grad()
-def sync(policy: Policy, actor: Policy) -> None:
-    """Give the actor the policy's weights: once a step, before it plays."""
-    if actor is not policy:
-        for p, q in zip(policy.model.parameters(), actor.model.parameters()):
-            q.copy_(whole(p.detach().to(q.dtype)))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def level(policy: Policy, batches: list[list[Row]]) -> list[list[Row]]:
     """The same number of micro-batches for every process, each with a picture in it. Layers are
     fetched by all processes together: one that made fewer passes, or left the vision tower out
@@ -361,22 +269,11 @@ class Objective:
     max_grad_norm: float = 1.0
 
 
-def token_advantage(trajectory: Trajectory, A: float, turns: Sequence[float] | None) -> Tensor:
-    """A of each acted token, [n]: the rollout's, plus the credit of its turn if `turns` has any."""
-    values = torch.full((len(trajectory.ids),), A)
-    if turns is not None:
-        for step, extra in zip(trajectory.steps, turns, strict=True):
-            values[step.start : step.end] += extra
-    return values[torch.tensor(trajectory.acted, dtype=torch.bool)]
-
-
 def learn(
     policy: Policy, optimizer: torch.optim.Optimizer, groups: list[list[Trajectory]],
     advantage: Tensor, reference: Policy | None, objective: Objective,
-    turns: list[list[Sequence[float] | None]] | None = None,
 ) -> dict[str, float | None]:  # fmt: skip
     """Step on the objective of Eq. 4. advantage [G, K]: one for each rollout of each group.
-    turns: Reward.turns of each rollout, or None as in the paper: no credit for single turns.
 
     The step's loss is one weighted sum over all its acted tokens, so rows and micro-batches can
     be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
@@ -397,11 +294,10 @@ def learn(
     everyone = gathered(lengths)  # [M] of each process: the average is over the rollouts of all
     weight = LOSS_AVERAGES[objective.loss_agg](torch.cat(everyone))
     weight = weight.split(list(map(len, everyone)))[processes()[0]]  # [M]
-    credits = [own for group in turns for own in group] if turns else [None] * len(lengths)
-    A_of = list(map(token_advantage, trajectories, advantage.flatten().tolist(), credits))
+    A_of = advantage.flatten()  # [M]
 
     def teaches(i: int) -> bool:  # without a KL term a rollout with A = 0 has no gradient
-        return lengths[i] > 0 and (objective.beta > 0 or A_of[i].any())
+        return lengths[i] > 0 and (objective.beta > 0 or A_of[i] != 0)
 
     K, batches = len(groups[0]), []
     members = [[(i, t) for i, t in enumerate(group, start=g * K) if teaches(i)]
@@ -411,7 +307,7 @@ def learn(
         batches += micro_batches(rows, objective.row_tokens)
 
     policy.model.train()
-    weight = weight.to(policy.device)
+    weight, A_of = weight.to(policy.device), A_of.to(policy.device)
     batches = level(policy, batches)
     old = scores(policy, batches, objective) if objective.updates > 1 else None
     ref = scores(reference, batches, objective) if reference else None
@@ -424,8 +320,7 @@ def learn(
             logp_old = old[b] if old else logp_new.detach()
             logp_ref = ref[b] if ref else logp_new.detach()
             anchor = logp_ref if objective.ratio_anchor == "ref" else logp_old
-            own = [A_of[i] for i in owner.unique_consecutive().tolist()]  # tokens lie by owner
-            A = torch.cat([torch.zeros(0), *own]).to(policy.device)  # [N]
+            A = A_of[owner]  # [N]
             w = weight[owner]  # [N]
             surrogate = clipped_surrogate(logp_new, anchor, A, objective.eps)
             kl = kl_k3(logp_new, logp_ref)

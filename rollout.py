@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -34,34 +33,20 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from PIL import Image
-from torch import Tensor, nn
-from transformers import AutoTokenizer, DynamicCache, GenerationConfig, LogitsProcessor
-from transformers import Qwen2_5_VLForConditionalGeneration as Model
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from data import TAGS, Sample, messages, observation_text, parse
+from data import TAGS, Sample, crop_turn, messages, observation_text, parse, toy_questions
+from kit.qwen import Encoded, Picture, Policy, load
 from sandbox import Limits, Observation, Sandbox
-
-# Trajectories
-
-
-class Picture(NamedTuple):
-    """One image as the model takes it, a film of 2 equal frames; P is the product of its grid."""
-
-    pixels: Tensor  # [P, channels * 2 * patch * patch]
-    grid: Tensor  # [3] time, rows and columns of patches
-
-
-class Encoded(NamedTuple):
-    """A piece of history that the policy did not choose."""
-
-    ids: list[int]
-    pictures: list[Picture]
 
 
 @dataclass
@@ -126,192 +111,31 @@ class Rules:
     allow_weak_sandbox: bool = False
 
 
-# The policy
-
-
-class Policy:
-    """A vision-language model with its tokenizer and image processor: pi_theta."""
-
-    scorer: nn.Module | None = None  # grpo.shard puts one here when several processes share it
-
-    def __init__(self, model: nn.Module, tokenizer, image_processor) -> None:
-        self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
-        vocabulary = tokenizer.get_vocab()
-        for token in ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>"):
-            if token not in vocabulary:
-                raise ValueError(f"expected a Qwen2.5-VL tokenizer; this one has no {token}")
-        if (pad := vocabulary["<|image_pad|>"]) != (own := model.config.image_token_id):
-            raise ValueError(f"<|image_pad|> is token {pad}, but the model's is {own}: not a pair")
-        self.image_id, self.end_id = pad, vocabulary["<|im_end|>"]
-        self.pad_id = tokenizer.pad_token_id
-        # The policy must not sample control tokens, which would forge a turn or an image (only the
-        # end of its own message), nor ids beyond the tokenizer's: the embedding has spare rows.
-        tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
-        added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
-        may_say = {tag for tag in tags if "sandbox" not in tag} | {"<|im_end|>"}
-        control = {id for token, id in added.items() if token not in may_say}
-        V = model.config.text_config.vocab_size
-        self.forbidden = sorted(control | set(range(len(tokenizer), V)))
-        if self.pad_id not in self.forbidden:
-            raise ValueError(f"the pad token {tokenizer.pad_token!r} must be a control token")
-        # Text from elsewhere may hold no control token and no tag, however it is tokenised.
-        longest_first = sorted({*added, *tags}, key=len, reverse=True)
-        self._reserved = re.compile("|".join(map(re.escape, longest_first)))
-        self.may_end = torch.zeros(V, dtype=torch.bool)  # [V] can this token close a turn?
-        self.may_end[[id for token, id in vocabulary.items() if ">" in token]] = True
-        self.may_end[self.forbidden] = False
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    def neutralise(self, text: str) -> str:
-        """Break every control token and tag in text that the policy did not write, so that a log
-        cannot forge a turn, an image or an answer: "<|im_end|>" becomes "‹|im_end|>"."""
-        return self._reserved.sub(lambda match: "‹" + match[0][1:], text)
-
-    def pictures(self, images: list[Image.Image]) -> list[Picture]:
-        """The pixel budget is the image processor's: one place, for acting, learning, lengths."""
-        if not images:
-            return []
-        batch = self.image_processor(images=images, return_tensors="pt")
-        grids = batch["image_grid_thw"]
-        pixels = batch["pixel_values"].split(grids.prod(-1).tolist())
-        return [Picture(p, g) for p, g in zip(pixels, grids)]
-
-    def outline(self, image: Image.Image) -> Picture:
-        """A picture without its pixels: enough to count tokens, and a thousand times faster."""
-        patches = self.image_processor.get_number_of_image_patches(image.height, image.width)
-        return Picture(torch.empty(0), torch.tensor([1, 1, patches]))
-
-    def encode(self, text: str, pictures: list[Picture]) -> Encoded:
-        """Tokens of trusted text; its i-th <|image_pad|> becomes as many pads as picture i has
-        visual tokens."""
-        parts, merge = text.split("<|image_pad|>"), self.image_processor.merge_size**2
-        if len(parts) != len(pictures) + 1:
-            raise ValueError(f"{len(parts) - 1} image places in a text with {len(pictures)} images")
-        pads = ["<|image_pad|>" * (int(p.grid.prod()) // merge) for p in pictures] + [""]
-        text = "".join(part + pad for part, pad in zip(parts, pads))
-        return Encoded(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures)
-
-    def encode_prompt(self, sample: Sample, pixels: bool = True) -> Encoded:
-        """x of Eq. 2. Without pixels, only its ids are of use."""
-        text = self.tokenizer.apply_chat_template(
-            messages(sample, self.neutralise), tokenize=False, add_generation_prompt=True
-        )
-        picture = self.pictures([sample.image]) if pixels else [self.outline(sample.image)]
-        return self.encode(text, picture)
-
-    def encode_observation(
-        self, seen: Observation, pictures: list[Picture], closed: bool, limit: int
-    ) -> Encoded:
-        """o_t as a new user turn. closed: the policy ended its message itself, we need not."""
-        end = "" if closed else "<|im_end|>"
-        shown = observation_text(seen, self.neutralise, limit)
-        text = f"{end}\n<|im_start|>user\n<sandbox_output>{shown}</sandbox_output><|im_end|>\n"
-        return self.encode(text + "<|im_start|>assistant\n", pictures)
-
-    def positions(self, ids: Tensor, mask: Tensor, grids: list[Tensor]) -> Tensor:
-        """[B, L] ids and mask -> [4, B, L]: a token's number, which generate needs, and its time,
-        row and column for multimodal RoPE. grids: of every image of every row, in order.
-
-        Always explicit. Left to itself the model takes positions from whatever it saw last, which
-        is silently wrong with a kept cache. Slots with mask 0 take no position, wherever they are.
-        """
-        ids, mask = ids.cpu(), mask.cpu()  # get_rope_index loops in Python
-        rope, _ = self.model.model.get_rope_index(
-            ids,
-            mm_token_type_ids=(ids == self.image_id).int(),
-            image_grid_thw=torch.stack(grids) if grids else None,
-            attention_mask=mask,
-        )
-        text = (mask.cumsum(-1) - 1).clamp(min=0)
-        return torch.cat([text[None], rope]).to(self.device)
-
-    def model_images(self, pictures: list[Picture]) -> dict[str, Tensor]:
-        """The keyword arguments of a forward that encodes these pictures; {} for none."""
-        if not pictures:
-            return {}
-        pixels, grids = zip(*pictures)
-        pixels, grids = torch.cat(pixels).to(self.device), torch.stack(grids).to(self.device)
-        return {"pixel_values": pixels, "image_grid_thw": grids}
-
-    def save(self, folder: str | Path) -> None:
-        """A plain Hugging Face checkpoint: load_policy, transformers and others can read it."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        self.image_processor.save_pretrained(folder)
-
-
-def check_checkpoint(name: str | Path) -> None:
-    """Refuse early what cannot be a checkpoint: neither a folder with one nor a hub name."""
-    config = Path(name) / "config.json"
-    folder_like = Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
-    if folder_like and not (config.is_file() and "model_type" in config.read_text()):
-        raise FileNotFoundError(
-            f"no checkpoint in {name}: expected a folder with config.json, model.safetensors, "
-            f"tokenizer.json and preprocessor_config.json, such as the sft/ and rl/ of a run"
-        )
-
-
 def load_policy(
     name: str | Path, device: str | torch.device = "cpu", max_pixels: int | None = None,
     weights: bool = True,
 ) -> Policy:  # fmt: skip
-    """A folder or a hub name -> Policy. The tiny model and the 7B take the same path.
-
-    Weights are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
-    the budget of one image, prompt or observation; None keeps the checkpoint's own. It is set in
-    the image processor, which is saved with every export, and nowhere else. weights=False gives
-    the architecture alone, on the meta device: enough to count tokens and parameters.
-    """
-    check_checkpoint(name)
-    try:
-        kind = Model.config_class.get_config_dict(name)[0].get("model_type")
-        if kind != "qwen2_5_vl":
-            raise ValueError(
-                f"{name} is a {kind!r} model, but the prompt, the vision tokens and the positions "
-                f"here are Qwen2.5-VL's: expected a checkpoint of type 'qwen2_5_vl'"
-            )
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
-        if weights:
-            model, loading = Model.from_pretrained(
-                name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
-            )
-            if missing := sorted(loading["missing_keys"]):
-                raise ValueError(f"{name} lacks {len(missing)} weights, such as {missing[0]}")
-        else:
-            device = torch.device("meta")
-            with device:
-                model = Model(Model.config_class.from_pretrained(name))
-    except OSError as error:
-        here = Path(name).is_dir()
-        what = "a file is missing there" if here else "neither a folder nor on the hub"
-        raise FileNotFoundError(
-            f"no model {str(name)!r}: {what} ({str(error).splitlines()[0]}). Give --model a "
-            f"complete checkpoint folder, or check the hub name, the network and the licence"
-        ) from error
-    if max_pixels is not None:
-        set_budget(image_processor, max_pixels)
-    return Policy(model.to(device).eval(), tokenizer, image_processor)
+    """A checkpoint folder or a hub name -> Policy (kit/qwen.py) that knows the tags of the game."""
+    return load(name, TAGS, device, max_pixels, weights)
 
 
-def set_budget(image_processor: Qwen2VLImageProcessorPil, max_pixels: int) -> None:
-    token = (image_processor.patch_size * image_processor.merge_size) ** 2  # pixels
-    if max_pixels < token:
-        raise ValueError(
-            f"--max-pixels {max_pixels} is less than one visual token, which takes {token} pixels"
-        )
-    least = min(image_processor.size["shortest_edge"], max_pixels)  # areas, despite their names
-    image_processor.size = {"shortest_edge": least, "longest_edge": max_pixels}
+def encode_prompt(policy: Policy, sample: Sample, pixels: bool = True) -> Encoded:
+    """x of Eq. 2. Without pixels, only its ids are of use."""
+    text = policy.tokenizer.apply_chat_template(
+        messages(sample, policy.neutralise), tokenize=False, add_generation_prompt=True
+    )
+    picture = policy.pictures([sample.image]) if pixels else [policy.outline(sample.image)]
+    return policy.encode(text, picture)
 
 
-def freeze_vision(policy: Policy) -> None:
-    """The vision tower keeps its weights, the projector to the text model included (Thyme freezes
-    the tower; that the projector goes with it is our reading). It gets no gradient and no
-    optimiser state. Call it before the optimiser is made."""
-    policy.model.model.visual.requires_grad_(False)
+def encode_observation(
+    policy: Policy, seen: Observation, pictures: list[Picture], closed: bool, limit: int
+) -> Encoded:
+    """o_t as a new user turn. closed: the policy ended its message itself, we need not."""
+    end = "" if closed else "<|im_end|>"
+    shown = observation_text(seen, policy.neutralise, limit)
+    text = f"{end}\n<|im_start|>user\n<sandbox_output>{shown}</sandbox_output><|im_end|>\n"
+    return policy.encode(text + "<|im_start|>assistant\n", pictures)
 
 
 class EndOfTurn(StoppingCriteria):
@@ -436,7 +260,7 @@ def play(
         for i in range(0, len(samples), per_wave):
             wave: list[Trajectory] = []
             for sample in samples[i : i + per_wave]:
-                prompt = policy.encode_prompt(sample)
+                prompt = encode_prompt(policy, sample)
                 check_fits(policy, sample, prompt, rules)
                 dice = [f"dice {seed} {sample.id} {k}" for k in range(rollouts)]
                 groups.append([begin(sample, prompt, own) for own in dice])
@@ -625,7 +449,7 @@ def listen(
         trajectory.ended = "turns"
         return None
     closed = trajectory.ids[-1] == policy.end_id
-    piece = policy.encode_observation(seen, pictures, closed, rules.max_log_chars)
+    piece = encode_observation(policy, seen, pictures, closed, rules.max_log_chars)
     if len(trajectory.ids) + len(piece.ids) + rules.max_new_tokens > rules.max_length:
         trajectory.ended = "length"
         return None
@@ -653,7 +477,7 @@ if __name__ == "__main__":
     from data import crop_turn, toy_questions
 
     policy, (question,) = load_policy("tiny"), toy_questions(1, seed=0, neutral_share=0)
-    t = begin(question, policy.encode_prompt(question))
+    t = begin(question, encode_prompt(policy, question))
     look = crop_turn(" I need a closer look .", (0, 64, 64, 128))
     with Sandbox(question.image) as sandbox:
         seen = sandbox.run(speak(policy, t, policy.encode(look, []).ids))

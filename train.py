@@ -24,57 +24,52 @@ uninterrupted one does, and two processes play the same games as one.
 
 import argparse
 import copy
-import fcntl
 import gc
+import importlib
 import importlib.util
 import json
 import math
 import os
 import random
-import re
-import shutil
-import signal
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import Qwen2_5_VLConfig
-from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers.utils.logging import disable_progress_bar
 
-from data import Sample, demonstrations, load_rl, read_rows, toy_questions
+from data import Sample, demonstrations, load_rl, toy_questions
 from evaluate import Unusable, curves, evaluate, load_toy, report, table
 from faithfulness import rates
-from grpo import ADVANTAGES, CHUNK, LOSS_AVERAGES, Objective, Row, actor_of, gathered, learn
-from grpo import merged, micro_batches, mine, parts, processes, shard, sync
-from rewards import REWARDS, BoxJudge, ChatJudge, Judge, Reward, VerdictWatch, Weights, score
-from rewards import summary
-from rollout import Policy, Rules, Trajectory, check_checkpoint, check_fits, freeze_vision
-from rollout import load_policy, play
+from grpo import ADVANTAGES, LOSS_AVERAGES, Objective, Row, Scorer, learn, micro_batches
+from kit.flags import flag, knob
+from kit.folder import Run, read_json, read_state, write_json
+from kit.processes import actor_of, gathered, merged, mine, parts, processes, shard, sync
+from kit.qwen import Policy, check_checkpoint, freeze_vision
+from kit.tables import read_rows
+from rewards import (
+    BoxJudge,
+    ChatJudge,
+    Judge,
+    Reward,
+    VerdictWatch,
+    Weights,
+    reward_named,
+    score,
+    summary,
+)
+from rollout import Rules, Trajectory, check_fits, encode_prompt, load_policy, play
 from sandbox import Limits
-from sft import TRAIN_ROUNDS, imitate, load_thyme, mean_logp, pretrain_tiny, replay_all, rows_of
-from sft import shuffled
-
-
-def knob(default, source: str, help: str, choices: tuple = ()):
-    """A field of Config. source of its default: the paper, notes by others on it, verl (RL
-    library), Thyme (SFT) or us."""
-    text = f"{help} [{source}: {default}]".replace("%", "%%")  # argparse formats it
-    return field(default=default, metadata={"help": text, "choices": choices})
+from sft import TRAIN_ROUNDS, imitate, load_thyme, mean_logp, replay_all, rows_of, shuffled
 
 
 # fmt: off
@@ -125,12 +120,11 @@ class Config:
     max_length: int = knob(10240, "thyme", "tokens of a whole trajectory (in RL: ours)")
     max_log_chars: int = knob(2000, "ours", "characters of a program's output; errors stay whole")
 
-    reward: str = knob("tapo", "paper", "what stage 2 rewards", tuple(REWARDS))
+    reward: str = knob("tapo", "paper", "what stage 2 rewards: tapo, accuracy, tool_bonus, "
+                       "random, a rival (beyond/rivals.py) or my_file.my_reward")
     lambda_acc: float = knob(1.0, "ours", "weight of a right answer, Eq. 5")
     lambda_tool: float = knob(0.2, "ours", "weight of what the tools showed, Eq. 5")
     lambda_fmt: float = knob(0.2, "ours", "weight of the format penalty; 0 gives the printed Eq. 5")
-    gate_tool_on_correct: bool = knob(False, "notes", "pay tools only where the answer is right")
-    step_credit: float = knob(0.0, "ours", "adds this much of a step's own score to its advantage")
     adv_norm: str = knob("none", "paper", "divide advantages by the group's deviation?",
                          tuple(ADVANTAGES))
     ratio_anchor: str = knob("old", "ours", "denominator of Eq. 3; notes on the paper have ref",
@@ -175,10 +169,6 @@ PRESETS = {
 }  # fmt: skip
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def parse_config(argv: list[str] | None = None) -> Config:
     """The command line -> Config, checked before anything is loaded."""
     argv = sys.argv[1:] if argv is None else argv
@@ -216,7 +206,7 @@ def parse_config(argv: list[str] | None = None) -> Config:
         config = Config(**values) if resume is None else read_config(Path(resume))
         check(config)
         if node:
-            fits, text = plan(config, node)
+            fits, text = importlib.import_module("beyond.plan").plan(config, node)
             parser.exit(0 if fits else 2, text)
         if config.preset != "tiny-base" and not resume:
             check_checkpoint(config.model)
@@ -231,9 +221,6 @@ def parse_config(argv: list[str] | None = None) -> Config:
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     return config
-
-
-WHAT_NOW = "put a copy back, or start a new run with another --out"
 
 
 def read_config(folder: Path) -> Config:
@@ -252,34 +239,10 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-def read_state(folder: Path) -> dict:
-    """How far the run in this folder is (class Run)."""
-    state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
-             "best": None, "seconds": {}, "stages": {}}  # fmt: skip
-    if (path := folder / "state.json").exists():
-        if state.keys() - (found := read_json(path)).keys():
-            raise ValueError(f"{path} is damaged: {WHAT_NOW}")
-        state |= found
-    name = state["checkpoint"]
-    if name and not (folder / name / ".metadata").is_file():
-        raise ValueError(f"{path} goes on from {name}, which is not there or not whole: {WHAT_NOW}")
-    return state
-
-
-def read_json(path: Path) -> dict:
-    try:
-        value = json.loads(path.read_text())
-    except ValueError:  # cut short, or no text
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: {WHAT_NOW}")
-    return value
-
-
 def check(config: Config) -> None:
     """What can be refused before a model loads is refused here."""
     least = dict(sft_steps=-1, rl_steps=0, keep=1, timeout=1, transcript_every=1, max_pixels=0,
-                 sft_epochs=1e-9, sft_warmup=0, step_credit=0, questions=1, turns=1, patience=0,
+                 sft_epochs=1e-9, sft_warmup=0, questions=1, turns=1, patience=0,
                  max_new_tokens=1, sft_batch=1, sft_demos=1, save_every=1, sandboxes=1,
                  row_tokens=1, updates=1, eval_questions=4, threads=0, eval_every=0, beta=0, eps=0,
                  sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12, max_grad_norm=1e-12,
@@ -302,9 +265,8 @@ def check(config: Config) -> None:
                          f"--max-length {config.max_length}")  # fmt: skip
     if (tracker := config.tracker) != "none" and importlib.util.find_spec(tracker) is None:
         raise ValueError(f"--tracker {tracker} needs a package: pip install {tracker}")
-    if config.step_credit and config.reward != "tapo":
-        raise ValueError(f"--step-credit spreads the step scores of tapo; {config.reward} has none")
     weights(config)
+    reward_named(config.reward)
 
 
 def check_data(config: Config) -> None:
@@ -356,337 +318,6 @@ def shared(config: Config, kind: type, **others):
     return kind(**{name: getattr(config, name) for name in names}, **others)
 
 
-# Would it fit? Arithmetic from the model's config; no weight is loaded.
-
-QWEN_7B = "Qwen/Qwen2.5-VL-7B-Instruct"  # its published geometry, so that a plan needs no network
-GEOMETRY_7B = dict(
-    text_config=dict(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-        num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=128000,
-        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
-    ),
-    vision_config=dict(hidden_size=1280, out_hidden_size=3584),  # else transformers' own values
-    tie_word_embeddings=False,
-)  # fmt: skip
-
-
-def geometry(name: str) -> Qwen2_5_VLConfig:
-    if name == QWEN_7B:
-        return Qwen2_5_VLConfig(**GEOMETRY_7B)
-    try:
-        return Qwen2_5_VLConfig.from_pretrained(name)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"--plan reads the config.json of {name}, but there is no such folder, and the hub "
-            f"does not know it or cannot be reached. Only the shape of {QWEN_7B} is built in"
-        ) from error
-
-
-def plan(config: Config, node: str) -> tuple[bool, str]:
-    """Does stage 2 fit on `node`, such as "8x80": 8 GPUs of 80 GB? With the arithmetic, and what to
-    lower if not. 1 GB is 1e9 bytes. Stage 1 needs less: it has no reference and no cache."""
-    match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", node)
-    if not match:
-        raise ValueError(f"--plan wants GPUs x GB of each, such as 8x80, got {node!r}")
-    gpus, card = int(match[1]), float(match[2])
-    shape = geometry(config.model)
-    text, eye = shape.text_config, shape.vision_config
-    with torch.device("meta"):
-        model = Model(shape)
-
-    def count(module: torch.nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters())
-
-    N, vision = count(model), count(model.model.visual)
-    frozen = config.freeze_vision in ("rl", "both")
-    learnt = N - vision * frozen  # parameters that are trained
-    layers = [*map(count, (*model.model.visual.blocks, *model.model.language_model.layers))]
-    root = N - sum(layers)  # embeddings, lm_head and what else is in no layer
-    slots, H, K = config.row_tokens, text.hidden_size, config.rollouts  # H: the language width
-    width = H // text.num_attention_heads * text.num_key_value_heads
-    row = 4 * text.num_hidden_layers * width * config.max_length / 1e9  # GB: bf16 keys and values
-    # kept: bf16 inputs of all layers, as if every slot were image (4 patches); once: inside a layer
-    kept = 2 * slots * H * text.num_hidden_layers + 8 * slots * eye.hidden_size * eye.depth
-    once = 2 * slots * (8 * H + 4 * text.intermediate_size)
-    if not config.activation_checkpointing:
-        kept, once = once * text.num_hidden_layers + 4 * kept, 0
-    reference = 4 * N / gpus * compared(config)
-
-    always = {
-        "weights": (4 * N / gpus, f"fp32, {N / 1e9:.3f}e9 x 4 B / {gpus}"),
-        "optimiser": (8 * learnt / gpus, f"two fp32 moments, {learnt / 1e9:.3f}e9 x 8 B / {gpus}"),
-        "reference": (reference, "fp32, as the weights" if reference else "none"),
-        "actor": (2 * N, f"a whole copy in bf16, {N / 1e9:.3f}e9 x 2 B"),
-        "CUDA": (2.5e9, "context and libraries, a guess"),
-    }
-    learning = {
-        "gradients": (4 * learnt / gpus, f"fp32, {learnt / 1e9:.3f}e9 x 4 B / {gpus}"),
-        "fetched": (8 * root + 8 * max(layers), f"embeddings and lm_head ({root / 1e9:.2f}e9), two "
-                    f"layers: bf16, gradients bf16 and fp32"),
-        "activations": (kept + once, f"{slots} slots, as if all held image"),
-        "logits": (3 * 4 * CHUNK * text.vocab_size, f"{CHUNK} x {text.vocab_size} x 4 B x 3"),
-    }  # fmt: skip
-    held, usable = sum(v for v, _ in always.values()) / 1e9, 0.95 * card
-    budget = config.kv_budget_gb or 0.8 * max(usable - held, 0)
-    rows = int(budget // row)
-    peak = dict(
-        loading=(4 * N + 2 * N) / 1e9,  # the whole policy in fp32, before it is cut, and the actor
-        acting=held + budget,
-        learning=held + sum(v for v, _ in learning.values()) / 1e9,
-    )
-    own = math.ceil(config.questions / gpus) * K
-    imitating = str(config.sft_steps)
-    if config.sft_steps < 0:
-        imitating = (f"{config.sft_epochs:g} x rows / {config.sft_batch} (333,000 rows: "
-                     f"{math.ceil(config.sft_epochs * 333_000 / config.sft_batch):,})")  # fmt: skip
-    lines = [f"{config.model} on {gpus} GPUs of {card:g} GB; {usable:.1f} GB of each are usable",
-             f"parameters {N:,}, of them vision {vision:,}{' (frozen)' * frozen}"]  # fmt: skip
-    for title, items in (("always", always), ("while learning", learning)):
-        lines += ["", f"{title}, GB per GPU"]
-        lines += [f"  {name:12}{value / 1e9:7.1f}   {how}" for name, (value, how) in items.items()]
-    lines += [
-        "", "while acting, GB per GPU",
-        f"  cache       {budget:7.1f}   {rows} rows of {config.max_length} slots, {row:.3f} each",
-        "peak, GB per GPU: " + ", ".join(f"{name} {value:.1f}" for name, value in peak.items()), "",
-        f"rows per wave   {rows // K * K} of the {own} of each GPU and step "
-        f"({config.questions} questions x {K} / {gpus})",
-        f"steps           stage 1: {imitating}; stage 2: {config.rl_steps}, "
-        f"{config.rl_steps * config.questions * K:,} trajectories",
-        f"disk            {12 * N / 1e9:.0f} GB a checkpoint x {config.keep + 2} (kept, best, the "
-        f"one being written) + {2 * N / 1e9:.0f} GB x 3 exports",
-        f"host memory     {4 * N / 1e9:.0f} GB a process while weights load", "",
-    ]  # fmt: skip
-    problems = [f"{name} takes {value:.1f} of {usable:.1f} GB"
-                for name, value in peak.items() if value > usable]  # fmt: skip
-    if rows < K:
-        problems += [f"the cache has room for {rows} rows, a group has {K}: lower --max-length or "
-                     f"--rollouts"]  # fmt: skip
-    if not problems:
-        return True, "\n".join([*lines, "it fits", ""])
-    levers = {
-        "--beta 0 (no reference)": reference,
-        "--freeze-vision both": 12 * vision / gpus * (not frozen),
-        f"--row-tokens {slots // 2}": (kept + once) / 2,
-        "--kv-budget-gb 0": config.kv_budget_gb * 1e9,
-        "twice as many GPUs": (4 * N + reference * gpus + 12 * learnt) / gpus / 2,
-    }
-    lines += [f"it does not fit: {problem}" for problem in problems] + ["what to lower:"]
-    lines += [f"  {name:26} saves {value / 1e9:4.1f} GB" for name, value in levers.items() if value]
-    if peak["loading"] > usable:
-        lines += [f"The actor alone takes {2 * N / 1e9:.1f} GB on any number of GPUs, and loading "
-                  f"{peak['loading']:.1f}: take larger ones."]  # fmt: skip
-    return False, "\n".join([*lines, ""])
-
-
-class Run:
-    """The folder of a run: its log, its clock, its newest checkpoints; and what the processes of a
-    run need beside the gradient: to wait for each other, and to say which one failed, and where.
-
-    state.json says how far the run is. It names the checkpoint to go on from, and is replaced in
-    one motion once that checkpoint is whole: a kill at any moment loses at most the steps since.
-    Only process 0 writes it.
-    """
-
-    def __init__(self, config: Config, team: Accelerator | None = None) -> None:
-        self.folder, self.team, self.keep = Path(config.out), team, config.keep
-        self.rank, self.n = processes()
-        self.first, self.doing, self.now = self.rank == 0, "start", "before its first step"
-        self.skipped, self.lap, self.lines, self._world = 0, {}, 0, None  # lap: a step's seconds
-        self.timeout, self.side = timedelta(seconds=config.timeout), None
-        if self.n > 1:
-            self.side = dist.new_group(backend="gloo", timeout=self.timeout)
-            # When one process dies, torchrun sends SIGTERM to the others: they say where they were.
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"told to end: {self.place()}"))
-        if self.first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.log_file = open(self.folder / "log.jsonl", "ab")
-            try:  # until this process ends, however it does
-                fcntl.flock(self.log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SystemExit(f"another process is training in {self.folder}: wait for it, or "
-                                 f"give --out another folder") from None  # fmt: skip
-        self.state = read_state(self.folder)
-        if not self.first:
-            return
-        write_json(self.folder / "config.json", asdict(config))
-        # A log may run ahead of its checkpoint: those steps will be done, and logged, again.
-        there, counted = self.log_file.tell(), self.state["log_bytes"]
-        if there < counted:
-            raise SystemExit(f"{self.folder}/log.jsonl has {there} bytes, but state.json counts on "
-                             f"{counted}: put the log back, or start a new run")  # fmt: skip
-        self.log_file.truncate(counted)
-        self.lines = len((self.folder / "log.jsonl").read_bytes().splitlines())
-
-    def log(self, line: dict) -> None:
-        """Write one line of log.jsonl. It is the same in two equal runs: the seconds of the step go
-        to times.jsonl. Three skipped steps in a row end the run."""
-        self.now = f"after {line['stage']} step {line['step']}"
-        if self.first:
-            rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
-            self.log_file.write(json.dumps(rounded).encode() + b"\n")
-            self.log_file.flush()
-            # (times.jsonl is not cut on resume: steps that were done twice stand there twice.)
-            with open(self.folder / "times.jsonl", "a") as file:
-                print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
-        if self.team:
-            numbers = {f"{line['stage']}/{k}": v for k, v in line.items()
-                       if isinstance(v, int | float) and k != "step"}  # fmt: skip
-            self.team.log(numbers, step=self.lines)
-        self.lap, self.lines = {}, self.lines + 1
-        if "grad_norm" in line:
-            self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
-        if self.skipped == 3:
-            raise SystemExit(
-                f"stopped {self.now}: three steps in a row had no finite loss or gradient and were "
-                f"skipped. Start a new run with a lower learning rate, from the last good stage in "
-                f"{self.folder}."
-            )
-
-    def log_lines(self, stage: str) -> list[dict]:
-        lines = map(json.loads, (self.folder / "log.jsonl").read_text().splitlines())
-        return [line for line in lines if line["stage"] == stage]
-
-    @contextmanager
-    def clock(self, name: str) -> Iterator[None]:
-        """Time a part of the story, which all processes begin together: one that does not come
-        within --timeout is named. An error inside is told with its process, part and step."""
-        began, before, self.doing = time.perf_counter(), self.doing, name
-        try:
-            if self.side:
-                dist.monitored_barrier(self.side, self.timeout, wait_all_ranks=True)
-            yield
-        except FloatingPointError as error:
-            raise SystemExit(self.diverged(str(error))) from error
-        except Exception as error:
-            error.add_note(self.place())
-            raise
-        self.doing = before
-        self.spent({name: time.perf_counter() - began})
-
-    def place(self) -> str:
-        return f"process {self.rank} of {self.n}, at `{self.doing}`, {self.now}"
-
-    def diverged(self, what: str) -> str:
-        lr, last = f"{self.state['stage']}_lr", self.state["checkpoint"] or "the stage's start"
-        return (f"stopped ({self.place()}): {what}. Lower {lr} in {self.folder}/config.json and go "
-                f"on with --resume {self.folder} (from {last}), or start a new run with a lower "
-                f"{flag(lr)}")  # fmt: skip
-
-    def check_weights(self, policy: Policy) -> None:
-        """After each step, so that no broken policy plays or is saved. Each process looks at its
-        own part. Of squares, as those of huge but finite weights overflow in a forward too."""
-        own = [p.to_local() if isinstance(p, DTensor) else p for p in policy.model.parameters()]
-        sums = torch.stack([p.detach().square().sum() for p in own])
-        if not all(gathered(bool(sums.isfinite().all()))):
-            raise SystemExit(self.diverged("the policy's weights are not finite, or huge"))
-
-    def spent(self, seconds: dict[str, float]) -> None:
-        for sums in (self.state["seconds"], self.lap):
-            sums |= {name: round(sums.get(name, 0.0) + s, 3) for name, s in seconds.items()}
-
-    def open(self, config: Config, stage: str, start: str | Path, lr: float, betas: tuple, device):
-        """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
-        The policy learns, in fp32, cut over all processes; the actor, a whole copy, plays."""
-        gc.collect()  # frees the last stage's policy, whose hooks refer to each other
-        with self.clock("load"):
-            policy = load_policy(start, device, config.max_pixels or None)
-            if config.freeze_vision in (stage, "both"):
-                freeze_vision(policy)
-            actor = actor_of(policy)
-            if config.activation_checkpointing:
-                policy.model.activation_checkpointing_enable()
-            shard(policy)
-            learnt = [p for p in policy.model.parameters() if p.requires_grad]
-            optimizer = torch.optim.AdamW(learnt, lr, betas, weight_decay=0.0)
-            if self.state["checkpoint"]:
-                self.restore(policy, optimizer, self.state["checkpoint"])
-            sync(policy, actor)
-        return policy, actor, optimizer
-
-    def steps_left(self, steps: int) -> range:
-        """The steps of stage 2 still to do; none once it is over."""
-        return range(self.state["step"] if self.state["stage"] == "rl" else steps, steps)
-
-    def save(self, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Each process writes its own part of the weights and moments."""
-        name = f"checkpoint-{self.state['stage']}-{step}"
-        if self.first:  # a kill may have left one half written
-            shutil.rmtree(self.folder / name, ignore_errors=True)
-        with self.clock("save"):
-            dcp.save(training_state(policy, optimizer), checkpoint_id=self.folder / name)
-        best = self.state["best"]
-        if self.first and self.state["stage"] == "rl":
-            since = [x["reward"] for x in self.log_lines("rl") if x["step"] > self.state["step"]]
-            reward = sum(since) / max(len(since), 1)
-            if best is None or reward > best["reward"]:
-                best = {"checkpoint": name, "step": step, "reward": reward}
-        kept = [k for k in self.state["kept"] if k != name] + [name]
-        self.update(step=step, checkpoint=name, kept=kept[-self.keep :], best=gathered(best)[0])
-
-    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """Parts are found by name, whoever wrote them: the number of processes may change."""
-        dcp.load(training_state(policy, optimizer), checkpoint_id=self.folder / name)
-
-    def update(self, **changes) -> None:
-        """Replace state.json; checkpoints that it no longer names are then deleted."""
-        self.state |= changes
-        if not self.first:
-            return
-        self.state["log_bytes"] = self.log_file.tell()
-        write_json(self.folder / "state.json", self.state)
-        best = self.state["best"] or {}
-        for folder in self.folder.glob("checkpoint-*"):
-            if folder.name not in (*self.state["kept"], best.get("checkpoint")):
-                shutil.rmtree(folder)
-
-    def end_stage(self, actor: Policy, metrics: dict, following: str) -> None:
-        """Export the stage's policy and go on to the next stage, with a fresh optimiser."""
-        stage, self.lap = self.state["stage"], {}
-        with self.clock("export"):
-            if self.first:
-                actor.save(self.folder / stage)
-        self.state["stages"][stage] = metrics
-        self.update(stage=following, step=0, checkpoint=None, kept=[])
-
-    def export_best(self, policy: Policy, actor: Policy, optimizer, steps: int) -> None:
-        """Write rl-best/, the checkpoint before which the mean reward (since the one before it) was
-        highest, unless the run ended with it."""
-        best = self.state["best"]
-        with self.clock("export"):
-            if best and best["step"] < steps:
-                self.restore(policy, optimizer, best["checkpoint"])
-                sync(policy, actor)
-                if self.first:
-                    actor.save(self.folder / "rl-best")
-        self.update(best=None)
-
-    def world(self, config: Config, policy: Policy):
-        """Made once: it reads through all rows of --rl-data, to find those that cannot be used."""
-        if not self._world:
-            made = data_world(config, policy, self.folder) if config.rl_data else toy_world(config)
-            self._world = made
-        return self._world
-
-
-def training_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
-    """Weights and moments under their names: what a checkpoint holds, and where it is read into."""
-    moments = {}
-    for name, p in policy.model.named_parameters():
-        if p.requires_grad:
-            if not optimizer.state[p]:
-                zeros = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
-            moments[name] = optimizer.state[p]
-    return {"weights": policy.model.state_dict(), "moments": moments}
-
-
-def write_json(path: Path, value: dict) -> None:
-    """In one motion: readers see the old file or the new one, never a part."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(part, path)
-
-
 # Questions, and who judges
 
 
@@ -710,7 +341,7 @@ def data_world(config: Config, policy: Policy, folder: Path) -> World:
     """--rl-data: a few questions held out for the evaluation, epochs over the others."""
 
     def fits(sample: Sample) -> None:
-        check_fits(policy, sample, policy.encode_prompt(sample, pixels=False), rules(config))
+        check_fits(policy, sample, encode_prompt(policy, sample, pixels=False), rules(config))
 
     data = load_rl(config.rl_data, config.on_bad, fits)
     tell_skipped(data, data.skipped, folder / "skipped-rl.jsonl")
@@ -731,10 +362,37 @@ def data_world(config: Config, policy: Policy, folder: Path) -> World:
     return World(questions, measured, ChatJudge(**asked), ChatJudge(**asked, prompt="evaluation"))
 
 
+def opened(
+    run: Run, config: Config, stage: str, start: str | Path, lr: float, betas: tuple, device
+) -> tuple[Policy, Policy, torch.optim.Optimizer]:
+    """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
+    The policy learns, in fp32, cut over all processes; the actor, a whole copy, plays."""
+    gc.collect()  # frees the last stage's policy, whose hooks refer to each other
+    with run.clock("load"):
+        policy = load_policy(start, device, config.max_pixels or None)
+        if config.freeze_vision in (stage, "both"):
+            freeze_vision(policy)
+        actor = actor_of(policy)
+        if config.activation_checkpointing:
+            policy.model.activation_checkpointing_enable()
+        shard(policy, Scorer(policy))
+        learnt = [p for p in policy.model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(learnt, lr, betas, weight_decay=0.0)
+        if run.state["checkpoint"]:
+            run.restore(policy, optimizer, run.state["checkpoint"])
+        sync(policy, actor)
+    return policy, actor, optimizer
+
+
+def world_of(config: Config, policy: Policy, folder: Path) -> World:
+    """With --rl-data this reads through all rows, to find those that cannot be used."""
+    return data_world(config, policy, folder) if config.rl_data else toy_world(config)
+
+
 def check_prompts(config: Config, policy: Policy, samples: Sequence[Sample]) -> None:
     """The first stands for all: the toy's are alike, and data_world has checked those of files."""
     try:
-        prompt = policy.encode_prompt(samples[0], pixels=False)
+        prompt = encode_prompt(policy, samples[0], pixels=False)
         check_fits(policy, samples[0], prompt, rules(config))
     except ValueError as error:
         raise SystemExit(str(error)) from error
@@ -750,7 +408,7 @@ def tell_skipped(usable: Sequence, skipped: list, path: Path) -> None:
 
 
 def measure_policy(
-    run: Run, config: Config, actor: Policy, out: Path | None = None, every: int = 1
+    run: Run, config: Config, world: World, actor: Policy, out: Path | None = None, every: int = 1
 ) -> dict:
     """Metrics on the same questions with the same sampling seed in every run; on the toy at
     temperature 1, where shares mirror the policy: greedy play shows only its likeliest ways.
@@ -758,7 +416,7 @@ def measure_policy(
     out: the folder of a stage's episodes; those that it holds of this policy are not played again.
     every: without `out`, amid training, one question of so many."""
     with run.clock("evaluation"):
-        world, several = run.world(config, actor), {}
+        several = {}
         yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)
         if run.n > 1 and out:  # each process plays its part of the questions
             several = dict(wave=math.ceil(len(world.measured) / run.n), processes=PartialState())
@@ -806,11 +464,12 @@ def demonstration_rows(
     return rows[:n], list(mine(rows[n:]))
 
 
-def stage_1(run: Run, config: Config, device: torch.device) -> None:
+def stage_1(run: Run, config: Config, device: torch.device) -> World:
     """SFT: imitate demonstrations, the mean log-probability of their acted tokens."""
     start, betas = config.model, (0.9, 0.98)
-    policy, actor, optimizer = run.open(config, "sft", start, config.sft_lr, betas, device)
-    check_prompts(config, policy, run.world(config, policy).measured)  # before hours of imitation
+    policy, actor, optimizer = opened(run, config, "sft", start, config.sft_lr, betas, device)
+    world = world_of(config, policy, run.folder)
+    check_prompts(config, policy, world.measured)  # before hours of imitation
     steps = config.sft_steps
     if steps:
         with run.clock("demonstrations"):
@@ -841,8 +500,9 @@ def stage_1(run: Run, config: Config, device: torch.device) -> None:
     with run.clock("sft"):
         imitate(policy, optimizer, batches_of, range(run.state["step"], steps), rate, after)
     sync(policy, actor)
-    metrics = measure_policy(run, config, actor, out=run.folder / "sft-episodes")
+    metrics = measure_policy(run, config, world, actor, out=run.folder / "sft-episodes")
     run.end_stage(actor, metrics, following="rl")
+    return world
 
 
 def reference_of(config: Config, sft: Path, device: torch.device) -> Policy | None:
@@ -850,7 +510,7 @@ def reference_of(config: Config, sft: Path, device: torch.device) -> Policy | No
     if not compared(config):
         return None
     reference = load_policy(sft, device, config.max_pixels or None)
-    shard(reference)
+    shard(reference, Scorer(reference))
     return reference
 
 
@@ -915,12 +575,12 @@ def light(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, sample=sample, steps=steps, images=[])
 
 
-def finish(run: Run, config: Config, policy: Policy, actor: Policy, optimizer) -> None:
+def finish(run: Run, config: Config, world: World, policy: Policy, actor: Policy, optimizer) -> None:
     """Measure and export stage 2, unless that is done. Then one table, one page and two figures;
     the numbers are in summary.json."""
     if run.state["stage"] == "rl":
         sync(policy, actor)
-        metrics = measure_policy(run, config, actor, out=run.folder)
+        metrics = measure_policy(run, config, world, actor, out=run.folder)
         run.end_stage(actor, metrics, following="done")
     run.export_best(policy, actor, optimizer, config.rl_steps)
     if not run.first:
@@ -959,18 +619,20 @@ def assemble(config: Config) -> Accelerator:
 def main(config: Config) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     if config.preset == "tiny-base":
-        return pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
+        tiny = importlib.import_module("beyond.tiny")
+        return tiny.pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
     team = assemble(config)
-    device, run = team.device, Run(config, team)
+    device, run, world = team.device, Run(config, team), None
 
     # Stage 1, SFT. Speak the format.                                         sft.py
     if run.state["stage"] == "sft":
-        stage_1(run, config, device)
+        world = stage_1(run, config, device)
 
     # Stage 2, TAPO. Look where the evidence is.
     sft = run.folder / "sft"
-    policy, actor, optimizer = run.open(config, "rl", sft, config.rl_lr, (0.9, 0.95), device)
-    reference, world = reference_of(config, sft, device), run.world(config, actor)
+    policy, actor, optimizer = opened(run, config, "rl", sft, config.rl_lr, (0.9, 0.95), device)
+    reference = reference_of(config, sft, device)
+    world = world or world_of(config, actor, run.folder)
     watch = VerdictWatch()
 
     for step in tqdm(run.steps_left(config.rl_steps), "rl", mininterval=5):
@@ -998,10 +660,7 @@ def main(config: Config) -> None:
         for group in optimizer.param_groups:
             group["lr"] = config.rl_lr * min(1.0, (step + 1) / 5)  # warm-up over five steps
         with run.clock("learn"):
-            turns = [[r.turns for r in group] for group in rewards]
-            learnt = learn(
-                policy, optimizer, groups, advantage, reference, objective(config), turns
-            )
+            learnt = learn(policy, optimizer, groups, advantage, reference, objective(config))
             optimizer.zero_grad()  # the next KV cache needs the memory of the gradients
 
         # 5. Report. Where did it look, and what did it cost?                 faithfulness.py
@@ -1011,12 +670,12 @@ def main(config: Config) -> None:
         every, done = config.eval_every, step + 1
         if every and done % every == 0 and done < config.rl_steps:  # the end: of all questions
             sync(policy, actor)
-            seen = measure_policy(run, config, actor, every=4)
+            seen = measure_policy(run, config, world, actor, every=4)
             run.log({"stage": "evaluation", "step": step + 1} | seen)
         if (step + 1) % config.save_every == 0:
             run.save(policy, optimizer, step + 1)
 
-    finish(run, config, policy, actor, optimizer)
+    finish(run, config, world, policy, actor, optimizer)
     team.end_training()
 
 

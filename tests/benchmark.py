@@ -30,6 +30,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from data import TAGS
+from rollout import encode_prompt
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from transformers import DynamicCache, GenerationConfig, Qwen2_5_VLConfig  # noqa: E402
@@ -39,11 +42,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # noqa
 )
 
 import rollout  # noqa: E402
+from beyond.tiny import tiny_tokenizer  # noqa: E402
 from data import Sample  # noqa: E402
 from grpo import Objective, Scorer, advantage_std, group_row, learn, log_probs  # noqa: E402
-from rollout import Policy, Rules, begin, play, speak  # noqa: E402
+from kit.qwen import Policy
+from rollout import Rules, begin, play, speak  # noqa: E402
 from sandbox import Limits, Observation, Sandbox  # noqa: E402
-from sft import tiny_tokenizer  # noqa: E402
 
 K, TURNS, NEW = 8, 3, 16  # rollouts, turns, tokens a turn
 TRL = "1.16.0"  # optional: only --trl needs it
@@ -75,7 +79,7 @@ def build(hidden: int = 256, layers: int = 2, vocabulary: int | None = None) -> 
     processor = Qwen2VLImageProcessorPil(
         patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 1 << 24}
     )
-    policy = Policy(model.eval(), tokenizer, processor)
+    policy = Policy(model.eval(), tokenizer, processor, TAGS)
     ends = {policy.end_id, *id_of(["</code>", "</answer>"])}
     policy.forbidden = sorted(ends.union(policy.forbidden))  # turns of a fixed length
     return policy
@@ -123,7 +127,7 @@ def ours_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = TU
 def plain_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = TURNS) -> list:
     """The usual way: each turn encodes the whole history of each rollout, pictures included."""
     rules = Rules(turns=turns, max_new_tokens=NEW, max_length=8192)
-    rows = [begin(sample, policy.encode_prompt(sample)) for _ in range(rollouts)]
+    rows = [begin(sample, encode_prompt(policy, sample)) for _ in range(rollouts)]
     for _ in range(turns):
         ids, mask = rollout.left_pad([t.ids for t in rows], policy.pad_id, policy.device)
         output = policy.model.generate(
@@ -179,7 +183,7 @@ def rollout_256() -> bool:
 @torch.no_grad()
 def prefill() -> bool:
     policy, sample = build(layers=4), question(256)
-    prompt = policy.encode_prompt(sample)
+    prompt = encode_prompt(policy, sample)
 
     def encode(copies: int, repeat: int) -> None:
         ids = torch.tensor([prompt.ids] * copies)
@@ -195,7 +199,7 @@ def prefill() -> bool:
 
 def group(policy: Policy, sample: Sample, length: int) -> list:
     """K one-turn rollouts of 0.4 to 1.6 times `length` tokens."""
-    prompt, generator = policy.encode_prompt(sample), torch.Generator().manual_seed(0)
+    prompt, generator = encode_prompt(policy, sample), torch.Generator().manual_seed(0)
     trajectories = []
     for share in torch.linspace(0.4, 1.6, K).tolist():
         t = begin(sample, prompt)
@@ -346,7 +350,7 @@ def against_trl(visual: int, prompts: int, new: int, bound: float, repeats: int)
     def agree() -> None:
         """TRL's first step, learnt by us from the same weights, must have the same gradient."""
         trainer.train()
-        groups = [[begin(s, policy.encode_prompt(s)) for _ in range(K)] for s in samples]
+        groups = [[begin(s, encode_prompt(policy, s)) for _ in range(K)] for s in samples]
         for t, ids in zip(sum(groups, []), completions, strict=True):
             t.act(ids)
             assert len(ids) == new, "a completion has another length"

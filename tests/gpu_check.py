@@ -25,16 +25,21 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from data import TAGS
+from rollout import encode_prompt
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from beyond.plan import QWEN_7B, geometry  # noqa: E402
+from beyond.tiny import tiny_policy, tiny_tokenizer  # noqa: E402
 from data import Sample, toy_questions  # noqa: E402
-from grpo import Objective, actor_of, group_row, learn, log_probs, shard, sync  # noqa: E402
-from rollout import Model, Policy, Rules, play  # noqa: E402
+from grpo import Objective, group_row, learn, log_probs
+from kit.processes import actor_of, shard, sync  # noqa: E402
+from kit.qwen import Policy  # noqa: E402
+from rollout import Model, Rules, play
 from rollout import Qwen2VLImageProcessorPil as ImageProcessor  # noqa: E402
 from sandbox import Sandbox  # noqa: E402
-from sft import tiny_policy, tiny_tokenizer  # noqa: E402
-from train import QWEN_7B, geometry  # noqa: E402
 
 TOY = ("--sft-steps 40 --sft-demos 200 --rl-steps 3 --eval-questions 16 --questions 4 "
        "--rollouts 4").split()  # fmt: skip
@@ -57,7 +62,7 @@ def policy_7b(device: str) -> Policy:
         model = Model._from_config(shape, attn_implementation="sdpa", dtype=torch.float32)
     processor = ImageProcessor(patch_size=14, merge_size=2,
                                size={"shortest_edge": 3136, "longest_edge": 3_211_264})  # fmt: skip
-    return Policy(model.eval(), tokenizer, processor)
+    return Policy(model.eval(), tokenizer, processor, TAGS)
 
 
 def question(policy: Policy, i: int, tokens: int) -> Sample:
@@ -65,7 +70,7 @@ def question(policy: Policy, i: int, tokens: int) -> Sample:
     cell = policy.image_processor.patch_size * 2
     side = int((0.8 * tokens) ** 0.5) * cell
     sample = Sample(f"check-{i}", Image.effect_noise((side, side), 99).convert("RGB"), "?", "")
-    missing = tokens - len(policy.encode_prompt(sample).ids)
+    missing = tokens - len(encode_prompt(policy, sample).ids)
     words = "".join(chr(ord("a") + (i + k) % 26) for k in range(max(missing, 0) + 1))
     return Sample(sample.id, sample.image, words, "")
 

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data import Sample, parse
-from rewards import (
-    GRADER,
-    MathGrader,
-    format_error,
-    grade,
-    is_correct,
-    is_open,
-    outcome,
-    read_choice,
-)
+from kit.answers import is_correct, is_open, read_choice
+from kit.grader import GRADER, MathGrader
+from rewards import format_error, grade, outcome
 from rollout import Step, Trajectory
 from sandbox import Observation
 

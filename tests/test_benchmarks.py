@@ -19,21 +19,11 @@ from conftest import ANSWER, LOOK, RULES, SHORT, scripted
 from PIL import Image
 
 import evaluate as module
-from data import Bad, Sample, toy_questions
-from evaluate import (
-    BENCHES,
-    Episodes,
-    by_rule,
-    evaluate,
-    film,
-    judges_of,
-    fingerprint,
-    load_bench,
-    main,
-    measure,
-    picture,
-    published,
-)
+from beyond.film import film
+from data import Sample, toy_questions
+from evaluate import Episodes, by_rule, evaluate, fingerprint, judges_of, load_bench, main, measure
+from kit.benchmarks import BENCHES, picture, published
+from kit.tables import Bad
 from rewards import BoxJudge, ChatJudge, Reward
 from rollout import Trajectory
 

@@ -19,9 +19,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import rollout
-from data import Sample, load_rl
+from data import TAGS, Sample, load_rl
 from grpo import group_row, log_probs
-from rollout import Policy, Rules, check_fits, freeze_vision, load_policy, play, set_budget
+from kit.qwen import Policy, freeze_vision, set_budget
+from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sft import load_thyme, rows_of
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
@@ -100,7 +101,7 @@ def test_rows_of_the_embedding_that_are_no_token_are_never_sampled(standin, samp
 def test_an_export_keeps_everything_a_reader_needs(standin, samples, tmp_path):
     standin.save(tmp_path)
     again = load_policy(tmp_path)
-    assert again.encode_prompt(samples[0]).ids == standin.encode_prompt(samples[0]).ids
+    assert encode_prompt(again, samples[0]).ids == encode_prompt(standin, samples[0]).ids
     assert again.forbidden == standin.forbidden
     for name in ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"):
         assert (tmp_path / name).exists()
@@ -115,7 +116,7 @@ def test_one_budget_counts_tokens_for_the_filter_the_rollout_and_the_loss(standi
     assume(max(w, h) < 200 * min(w, h))
     sample = Sample("big", Image.new("RGB", (w, h)), "?", "!")
     with within(standin, budget):
-        counted, played = (standin.encode_prompt(sample, pixels) for pixels in (False, True))
+        counted, played = (encode_prompt(standin, sample, pixels) for pixels in (False, True))
     assert counted.ids == played.ids  # the length filter sees what is played and learnt from
     tokens = int(played.pictures[0].grid.prod()) // 4
     assert tokens == counted.ids.count(standin.image_id)
@@ -188,7 +189,7 @@ def test_without_weights_a_policy_counts_all_the_same(standin, samples, tmp_path
     empty = load_policy(tmp_path, weights=False)
     count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
     assert count(empty.model) == count(standin.model) and empty.device.type == "meta"
-    ids = [p.encode_prompt(samples[0], pixels=False).ids for p in (empty, standin)]
+    ids = [encode_prompt(p, samples[0], pixels=False).ids for p in (empty, standin)]
     assert ids[0] == ids[1]
 
 
@@ -202,7 +203,7 @@ def test_weights_that_a_file_lacks_are_not_made_up(standin, tmp_path):
 
 
 def test_a_frozen_tower_stays_and_the_rest_learns(standin, played):
-    frozen = Policy(copy.deepcopy(standin.model), standin.tokenizer, standin.image_processor)
+    frozen = Policy(copy.deepcopy(standin.model), standin.tokenizer, standin.image_processor, TAGS)
     freeze_vision(frozen)
     logp, _ = log_probs(frozen, [group_row(frozen, [(0, played[0][0])])])
     logp.sum().backward()
@@ -214,7 +215,7 @@ def test_public_rows_fit_the_released_tokenizer_and_its_budget(standin):
     """Words merge differently there: what is learnt is still exactly what the demonstrator said."""
     with within(standin, 100_352):
         trajectories, skipped = load_thyme(standin, FIXTURES / "thyme_sft.jsonl", "all")
-        fits = lambda s: check_fits(standin, s, standin.encode_prompt(s, False), Rules())  # noqa: E731
+        fits = lambda s: check_fits(standin, s, encode_prompt(standin, s, False), Rules())  # noqa: E731
         questions = load_rl(FIXTURES / "codev_rl.parquet", fits=fits)
         for t, row in zip(trajectories, rows_of(standin, trajectories), strict=True):
             said = "".join(step.text for step in t.steps)
@@ -227,7 +228,7 @@ def test_public_rows_fit_the_released_tokenizer_and_its_budget(standin):
 def test_a_prompt_that_leaves_no_room_names_both_numbers(standin):
     sample = Sample("wide", Image.new("RGB", (1120, 1120)), "?", "!")
     with pytest.raises(ValueError, match=r"\(1600 of them for the image\), but --max-length 1024"):
-        check_fits(standin, sample, standin.encode_prompt(sample, False), Rules(max_length=1024))
+        check_fits(standin, sample, encode_prompt(standin, sample, False), Rules(max_length=1024))
 
 
 def test_every_image_gets_as_many_pads_as_its_grid_has_visual_tokens(standin):

@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import data
-from data import (
-    Sample,
-    anti_prior_questions,
-    demonstrations,
-    draw_scene,
-    toy_questions,
-    upright_rgb,
-)
+from data import Sample, anti_prior_questions, demonstrations, draw_scene, toy_questions
+from kit.tables import upright_rgb
 
 seeds = st.integers(0, 10**6)
 

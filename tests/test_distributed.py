@@ -16,25 +16,14 @@ import torch.distributed as dist
 from conftest import ANSWER, LOOK, PRINT, RULES, TWO, scripted
 from conftest import SHORT as RED
 
+from beyond.tiny import tiny_policy
 from data import toy_questions
-from grpo import (
-    Objective,
-    actor_of,
-    gathered,
-    learn,
-    level,
-    log_probs,
-    micro_batches,
-    mine,
-    parts,
-    processes,
-    shard,
-    sync,
-    whole,
-)
+from grpo import Objective, learn, level, log_probs, micro_batches
+from kit.folder import Run
+from kit.processes import actor_of, gathered, mine, parts, processes, shard, sync, whole
 from rollout import Trajectory, load_policy, play
-from sft import mean_logp, rows_of, tiny_policy
-from train import Config, Run
+from sft import mean_logp, rows_of
+from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST = [[RED], [ANSWER], [RED]]

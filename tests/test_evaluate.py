@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import evaluate as module
+from beyond.compare import columns_of, compare, report_runs
 from data import USUAL_TEXTURE, Sample
 from evaluate import (
     AGAINST_PRIOR,
     PAGE_LIMIT,
-    columns_of,
-    compare,
     curves,
     evaluate,
     highlight,
@@ -37,7 +36,6 @@ from evaluate import (
     picture_url,
     read_trajectories,
     report,
-    report_runs,
     runs_of,
     scored,
     table,

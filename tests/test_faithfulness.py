@@ -10,15 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+import beyond.agents
 import evaluate
 import faithfulness
+from beyond.agents import read_foreign
+from beyond.evidence import agreement
 from data import Sample
 from faithfulness import (
     AGGREGATES,
     Finding,
     Rate,
     add_up,
-    agreement,
     count,
     covered,
     cross_table,
@@ -29,7 +31,6 @@ from faithfulness import (
     parts,
     question_of,
     rates,
-    read_foreign,
     tool_use,
 )
 from rewards import BoxJudge, Reward, Weights, accuracy, crop, hand_made, tapo
@@ -516,7 +517,7 @@ def test_what_does_not_fit_the_schema_is_named_with_its_line(folder, line, messa
 
 def run_main(monkeypatch, capsys, *argv):
     monkeypatch.setattr("sys.argv", ["faithfulness.py", *map(str, argv)])
-    faithfulness.main()
+    beyond.agents.main()
     return capsys.readouterr().out
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo
+from data import TAGS
 from grpo import (
     ADVANTAGES,
     LOSS_AVERAGES,
@@ -22,9 +23,9 @@ from grpo import (
     kl_k3,
     learn,
     micro_batches,
-    token_advantage,
 )
-from rollout import Policy, play
+from kit.qwen import Policy
+from rollout import play
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +281,7 @@ def reference(policy):
     with torch.no_grad():
         for p in other.parameters():
             p.add_(0.05 * torch.randn(p.shape, generator=generator))
-    return Policy(other, policy.tokenizer, policy.image_processor)
+    return Policy(other, policy.tokenizer, policy.image_processor, TAGS)
 
 
 A6 = torch.tensor([0.75, -0.25, -0.5, 1.0, -0.5, -0.5])
@@ -344,7 +345,7 @@ def test_a_step_agrees_with_a_slow_loop_in_plain_floats(
 
 def test_a_second_update_is_anchored_at_the_sampler(policy, played):
     """The first update moves the policy by much; only then does the clip have work to do."""
-    learner = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor)
+    learner = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor, TAGS)
     optimizer = torch.optim.SGD(learner.model.parameters(), lr=0.5)
     report = learn(
         learner, optimizer, pair(played), A6.view(2, 3), None, Objective(beta=0.0, updates=1)
@@ -425,7 +426,7 @@ def test_what_was_observed_is_never_a_label(policy, played):
 def test_no_nan_reaches_the_weights(policy, played, caplog):
     model = copy.deepcopy(policy.model)
     before = copy.deepcopy(model.state_dict())
-    mine = Policy(model, policy.tokenizer, policy.image_processor)
+    mine = Policy(model, policy.tokenizer, policy.image_processor, TAGS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     A = A6.clone()
     A[0] = float("nan")
@@ -438,31 +439,3 @@ def test_no_nan_reaches_the_weights(policy, played, caplog):
         == 0
     )
     assert not all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values()))
-
-
-def test_a_turns_own_credit_reaches_its_tokens_and_no_others(policy, played):
-    def step(A, turns):
-        policy.model.zero_grad()
-        report = learn(policy, Frozen(policy.model), pair(played), A.view(2, 3), None,
-                       Objective(beta=0.0, max_grad_norm=1e9), turns)  # fmt: skip
-        grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
-        return report["loss"], torch.cat(grads)
-
-    none = [[None] * 3, [None] * 3]
-    same = [[(0.5,) * len(t.steps) for t in group] for group in pair(played)]
-    (loss, raised), (expected, plain) = step(A6, same), step(A6 + 0.5, none)  # no turn differs
-    assert loss == pytest.approx(expected, abs=1e-6)
-    assert (raised - plain).norm() / plain.norm() < 1e-5
-
-    # Rollout 2 has turns of different lengths. At ratio 1 the loss is -mean of A over all tokens.
-    n, one = sum(sum(t.acted) for t in played), played[2].steps[1]
-    only = [[None, None, (0.0, 0.7, *[0.0] * (len(played[2].steps) - 2))], [None] * 3]
-    loss, _ = step(torch.zeros(6), only)
-    assert loss == pytest.approx(-0.7 * (one.end - one.start) / n, rel=1e-5)
-    values = token_advantage(played[2], 0.25, only[0][2])
-    spans = [s.end - s.start for s in played[2].steps]
-    assert values.tolist() == pytest.approx(
-        [0.25] * spans[0] + [0.95] * spans[1] + [0.25] * sum(spans[2:])
-    )
-    with pytest.raises(ValueError):  # a credit that belongs to other turns
-        token_advantage(played[2], 0.25, (1.0,))

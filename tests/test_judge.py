@@ -16,8 +16,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from PIL import Image
 
+import beyond.audit
 import evaluate
 import rewards
+from beyond.audit import audit, degenerate_looks, kappa
 from data import Sample, toy_questions
 from rewards import (
     PROMPTS,
@@ -26,12 +28,9 @@ from rewards import (
     Reward,
     VerdictWatch,
     Weights,
-    audit,
     crop,
-    degenerate_looks,
     hand_made,
     judge_request,
-    kappa,
     read_verdict,
     recut,
     score,
@@ -674,10 +673,10 @@ def test_an_audit_needs_boxes():
 def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys):
     told = tapo(toy, BoxJudge(), Weights(), random.Random(0))
     evaluate.write_trajectories(toy, told, folder=tmp_path)
-    rewards.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "9"])
+    beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "9"])
     assert "3 questions" in capsys.readouterr().out
     with serving(useful(1)) as server:
-        rewards.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "3",
+        beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "3",
                       "--judge", server.url, "--judge-model", "m", "--prompt", "evaluation",
                       "--judge-cache", str(tmp_path / "cache"), "--visible", "2"])  # fmt: skip
     told = capsys.readouterr().out
@@ -686,9 +685,9 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys):
     assert server.bodies[0]["model"] == "m"
     assert server.bodies[0]["messages"][0]["content"] == PROMPTS["evaluation"][0]
     with pytest.raises(SystemExit):
-        rewards.main(["--audit", str(tmp_path / "missing.jsonl")])
+        beyond.audit.main(["--audit", str(tmp_path / "missing.jsonl")])
     assert "missing.jsonl" in capsys.readouterr().err
     for flag, value in (("--n", "-3"), ("--visible", "nan")):
         with pytest.raises(SystemExit):
-            rewards.main(["--audit", str(tmp_path / "trajectories.jsonl"), flag, value])
+            beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), flag, value])
         assert f"{flag} must be at least" in capsys.readouterr().err

@@ -13,25 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+import beyond.evidence
 import faithfulness
 import rollout
+from beyond.evidence import ablation, answer_log_probs, answer_now, evidence, without_tools
 from data import CELL, crop_turn, toy_questions
-from faithfulness import (
-    PERTURBATIONS,
-    ablation,
-    answer_log_probs,
-    answer_now,
-    evidence,
-    lie,
-    perturb,
-    place_beside,
-    retell,
-    study_table,
-    up_to,
-    without_tools,
-)
+from faithfulness import PERTURBATIONS, lie, perturb, place_beside, retell, study_table, up_to
 from rewards import BoxJudge, Weights, tapo
-from rollout import play
+from rollout import encode_observation, play
 from sandbox import Observation
 
 GREEDY = replace(RULES, temperature=0.0)
@@ -185,8 +174,8 @@ def test_identity_is_encoded_again_and_looks_the_same():
 def test_empty_says_and_shows_nothing_at_all(policy):
     seen = seen_in(SEARCH[0].image, (0, 0, 64, 64), notes=["a repair"], error="an error")
     told = lie("empty", seen, SEARCH[0].image, random.Random(0))
-    nothing = policy.encode_observation(Observation(), [], False, 99)
-    assert policy.encode_observation(told, [], False, 99) == nothing
+    nothing = encode_observation(policy, Observation(), [], False, 99)
+    assert encode_observation(policy, told, [], False, 99) == nothing
 
 
 def test_other_lies_leave_what_was_printed_and_what_the_code_asked_for():
@@ -427,8 +416,8 @@ def test_the_ablation_tells_what_only_tools_solve(policy):
 
 def test_code_does_not_run_in_the_ablation_and_no_answer_is_none(policy, monkeypatch):
     (t,), _ = played(policy, reads, SEARCH[:1])
-    rules, play_on = [], faithfulness.play_on
-    monkeypatch.setattr(faithfulness, "play_on", lambda *a: rules.append(a[3]) or play_on(*a))
+    rules, play_on = [], beyond.evidence.play_on
+    monkeypatch.setattr(beyond.evidence, "play_on", lambda *a: rules.append(a[3]) or play_on(*a))
     with speaking(lambda policy, t: "<code>\nprint(1)\n</code>"):
         (direct,) = without_tools(policy, [t], RULES)
     assert direct.answer is None and direct.ended == "length"
@@ -450,7 +439,7 @@ def test_log_probs_of_the_reference_are_those_of_a_plain_forward(policy):
         else:
             whole = up_to(policy, t, 0)
             pictures = policy.pictures(shown.images)
-            whole.observe(policy.encode_observation(shown, pictures, False, 99))
+            whole.observe(encode_observation(policy, shown, pictures, False, 99))
             whole.observe(policy.encode("<answer>", []))
         whole.act(reply)
         logits = fresh_logits(policy, whole)
@@ -463,7 +452,7 @@ def test_log_probs_of_the_reference_are_those_of_a_plain_forward(policy):
 def test_evidence_and_decision_values_by_hand(policy, monkeypatch):
     trajectories, rewards = played(policy, deaf, [*SEARCH, *NEUTRAL])  # hit, miss, hit; no search
     table = iter([[-1.0, -3.0, -2.0, -5.0], [-2.0, -2.0, -2.0, -2.25], [-1.0, -2.0, -2.0, -1.0625]])
-    monkeypatch.setattr(faithfulness, "answer_log_probs", lambda *args: next(table))
+    monkeypatch.setattr(beyond.evidence, "answer_log_probs", lambda *args: next(table))
     got = evidence(policy, trajectories, rewards, GREEDY, crops=2)
     assert {name: (r.numerator, r.denominator) for name, r in got.items()} == {
         "measured": (3, 3), "evidence value": (1.5 + 0 + 1, 3),

@@ -18,10 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+import beyond.filters
 import data
-import rewards
-import rollout
-from data import Bad, Lazy, Rows, load_rl, read_image, read_rows
+import kit.answers
+import kit.schemas
+import kit.tables
+from data import load_rl
+from kit.tables import Bad, Lazy, Rows, read_image, read_rows
 from rewards import ChatJudge
 from rollout import Trajectory
 
@@ -314,7 +317,7 @@ def test_boxes_are_rounded_outwards_and_cut_at_the_border():
 
 def test_options_may_differ_in_blanks_from_the_answer():
     row = FLAT | {"answer": "red", "options": ["red ", "green"]}
-    assert rewards.is_correct("A", data.rl_sample(row, 0, Path()))
+    assert kit.answers.is_correct("A", data.rl_sample(row, 0, Path()))
 
 
 def test_nothing_is_lost_silently(tmp_path):
@@ -359,7 +362,7 @@ def test_a_question_that_does_not_fit_is_left_out_at_the_start(policy):
 ])  # fmt: skip
 def test_the_kind_follows_the_source(source, kind, known):
     assert data.rl_sample(FLAT | {"data_source": source}, 0, Path()).kind == kind
-    assert (data.named(source, data.KINDS) is not None) == known
+    assert (kit.schemas.named(source, kit.schemas.KINDS) is not None) == known
 
 
 # Filters
@@ -381,9 +384,9 @@ class FakeJudge:
 def test_sources_of_external_knowledge_are_dropped():
     sources = ["vstar", "OK-VQA", "A-OKVQA/train", "", None]
     rows = [{"data_source": s} for s in sources]
-    words = [v.word for v in data.by_source(rows, range(5))]
+    words = [v.word for v in beyond.filters.by_source(rows, range(5))]
     assert words == ["keep", "drop", "drop", "keep", "keep"]
-    assert data.by_source(rows, [0], ["vstar"])[0].reason == "source vstar"
+    assert beyond.filters.by_source(rows, [0], ["vstar"])[0].reason == "source vstar"
 
 
 def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
@@ -391,16 +394,16 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
     told = {"chart-1": ("drop", "it says STOP"), "vstar-3": ("unsure", "blurred"), "chart-4": None}
     samples = Lazy(lambda k: samples_of[k % 9], range(10))  # one of them stands there twice
     judge = FakeJudge(told)
-    words = {s.id: v for s, v in zip(samples, data.by_label(samples, judge, record))}
-    assert words["vstar-0"] == data.Verdict("keep", "right")
-    assert words["chart-1"] == data.Verdict("drop", "it says STOP")
+    words = {s.id: v for s, v in zip(samples, beyond.filters.by_label(samples, judge, record))}
+    assert words["vstar-0"] == beyond.filters.Verdict("keep", "right")
+    assert words["chart-1"] == beyond.filters.Verdict("drop", "it says STOP")
     assert words["vstar-3"].word == "unsure" and words["chart-4"].word == "no verdict"
     assert sorted(judge.asked) == sorted(s.id for s in samples_of)
 
     # A person settles the doubt; what is known is not asked again, what got no verdict is.
     record.write_text(record.read_text().replace('"unsure"', '"keep"'))
     again = FakeJudge({})
-    assert [v.word for v in data.by_label(samples, again, record)].count("keep") == 9
+    assert [v.word for v in beyond.filters.by_label(samples, again, record)].count("keep") == 9
     assert again.asked == ["chart-4"]
 
 
@@ -412,10 +415,10 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
 def test_a_slip_in_an_edited_record_is_named(tmp_path, was, now, said):
     samples, record = load_rl(RL), tmp_path / "labels.jsonl"
     judge = FakeJudge({samples[1].id: ("unsure", "blurred")})
-    data.by_label(samples, judge, record)
+    beyond.filters.by_label(samples, judge, record)
     record.write_text(record.read_text().replace(was, now))
     with pytest.raises(ValueError, match=f"labels.jsonl, {said}"):
-        data.by_label(samples, judge, record)
+        beyond.filters.by_label(samples, judge, record)
 
 
 def test_the_served_judge_can_be_asked_about_labels():
@@ -426,12 +429,12 @@ def test_the_served_judge_can_be_asked_about_labels():
 def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
     samples, record, asked = load_rl(RL), tmp_path / "labels.jsonl", []
     ask = lambda some: [asked.append(s.id) or {"right": s.id} for s in some]  # noqa: E731
-    whole = data.asked_once(samples, ask, {}, record, batch=2)
+    whole = beyond.filters.asked_once(samples, ask, {}, record, batch=2)
     written = record.read_bytes()
     for cut in (0, 1, len(written) // 2, len(written) - 1):
         record.write_bytes(written[:cut])
         asked.clear()
-        assert data.asked_once(samples, ask, {}, record, batch=2) == whole
+        assert beyond.filters.asked_once(samples, ask, {}, record, batch=2) == whole
         assert record.read_bytes() == written
         assert len(asked) == 9 - written[:cut].count(b"\n")
 
@@ -444,21 +447,21 @@ def test_what_is_asked_is_told_apart_by_all_that_matters():
         {"options": ("x",)},
         {"image": picture(1)[0]},
     )
-    assert len({data.fingerprint(replace(SAMPLE, **change)) for change in changes}) == 5
-    assert data.fingerprint(replace(SAMPLE, id="x")) == data.fingerprint(SAMPLE)
+    assert len({beyond.filters.fingerprint(replace(SAMPLE, **change)) for change in changes}) == 5
+    assert beyond.filters.fingerprint(replace(SAMPLE, id="x")) == beyond.filters.fingerprint(SAMPLE)
 
 
 def test_a_record_of_another_setting_is_not_reused(tmp_path):
     samples, record = load_rl(RL), tmp_path / "d.jsonl"
-    data.asked_once(samples, lambda some: [{}] * len(some), {"n": 8}, record, 4)
+    beyond.filters.asked_once(samples, lambda some: [{}] * len(some), {"n": 8}, record, 4)
     with pytest.raises(ValueError, match="was made with {'n': 8}, and this is {'n': 4}"):
-        data.asked_once(samples, lambda some: [{}] * len(some), {"n": 4}, record, 4)
+        beyond.filters.asked_once(samples, lambda some: [{}] * len(some), {"n": 4}, record, 4)
 
 
 def test_a_file_that_is_no_record_is_not_touched(tmp_path):
     (record := tmp_path / "d.jsonl").write_text(written := '{"problem": "?"}\n[1')
     with pytest.raises(ValueError, match="d.jsonl is no record of a filter"):
-        data.asked_once(load_rl(RL), lambda some: [{}] * len(some), {}, record, 4)
+        beyond.filters.asked_once(load_rl(RL), lambda some: [{}] * len(some), {}, record, 4)
     assert record.read_text() == written
 
 
@@ -468,13 +471,13 @@ def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        data.asked_once(samples, ask, {}, record, batch=4)
+        beyond.filters.asked_once(samples, ask, {}, record, batch=4)
         (tmp_path / f"d.{rank}.jsonl").rename(tmp_path / rank)  # they start together: unseen
     assert asked == [samples[k].id for k in (0, 2, 4, 6, 8, 1, 3, 5, 7)]
     for rank in "01":
         (tmp_path / rank).rename(tmp_path / f"d.{rank}.jsonl")
     monkeypatch.delenv("WORLD_SIZE")
-    assert None not in data.asked_once(samples, ask, {}, record, batch=4)
+    assert None not in beyond.filters.asked_once(samples, ask, {}, record, batch=4)
     assert len(asked) == 9  # nobody was asked again
 
 
@@ -483,8 +486,8 @@ def test_what_is_answered_right_too_often_is_dropped(policy, n, most, draw):
     samples = Lazy(lambda k: replace(SAMPLE, id=str(k)), range(3))
     right = [draw.draw(st.integers(0, n)) for _ in samples]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "asked_once", lambda *a, **k: [{"right": r} for r in right])
-        verdicts = data.by_difficulty(samples, policy, RULES, Path(), "model", n, most)
+        patch.setattr(beyond.filters, "asked_once", lambda *a, **k: [{"right": r} for r in right])
+        verdicts = beyond.filters.by_difficulty(samples, policy, RULES, Path(), "model", n, most)
     assert [v.word == "drop" for v in verdicts] == [r > most * n for r in right]
 
 
@@ -497,9 +500,9 @@ def test_eight_tries_drop_eight_of_eight_only(policy, tmp_path, monkeypatch):
         return [[said(s, k) for k in range(n)] for s in samples]
 
     RIGHT = {"zero": 0, "seven": 7, "eight": 8}
-    monkeypatch.setattr(rollout, "play", play)
+    monkeypatch.setattr(beyond.filters, "play", play)
     samples = Lazy(lambda id: replace(SAMPLE, id=id, question=id), list(RIGHT))
-    verdicts = data.by_difficulty(samples, policy, RULES, tmp_path / "d.jsonl", "model")
+    verdicts = beyond.filters.by_difficulty(samples, policy, RULES, tmp_path / "d.jsonl", "model")
     assert [(v.word, v.reason) for v in verdicts] == [
         ("keep", "0 of 8 right"), ("keep", "7 of 8 right"), ("drop", "8 of 8 right")
     ]  # fmt: skip
@@ -512,8 +515,8 @@ def test_what_a_filter_keeps_can_be_filtered_again(tmp_path):
     bad = row | {"answer": "5", "id": "y"}
     where = parquet(tmp_path / "a.parquet", [row, row | {"id": "z"}, bad])
     samples, rows = load_rl(where), read_rows(where)
-    verdicts = [data.Verdict("keep", ""), data.Verdict("unsure", "too dark")]
-    counts = data.write_sieved(tmp_path / "b" / "kept.parquet", samples, rows, verdicts)
+    verdicts = [beyond.filters.Verdict("keep", ""), beyond.filters.Verdict("unsure", "too dark")]
+    counts = beyond.filters.write_sieved(tmp_path / "b" / "kept.parquet", samples, rows, verdicts)
     assert counts == {"keep": 1, "unsure": 1}
     kept = load_rl(tmp_path / "b")
     (again,) = kept
@@ -529,7 +532,7 @@ def test_what_a_filter_keeps_can_be_filtered_again(tmp_path):
 
 
 def command(*words) -> None:
-    data.main([str(word) for word in words])
+    beyond.filters.main([str(word) for word in words])
 
 
 def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
@@ -547,7 +550,7 @@ def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
 def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     command("--drop-sources", RL, "--external", "chart", "--out", tmp_path / "1.parquet")
     judge = FakeJudge({"vstar-0": ("drop", "wrong")})
-    monkeypatch.setattr("rewards.ChatJudge", lambda url, model: judge)
+    monkeypatch.setattr("beyond.filters.ChatJudge", lambda url, model: judge)
     address = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "fake")
     command("--check-labels", tmp_path / "1.parquet", *address, "--out", tmp_path / "2.parquet")
     short = ("--turns", 1, "--samples", 2, "--max-new-tokens", 4, "--max-length", 512)

@@ -11,22 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from beyond.rivals import RIVALS, contradicts
 from data import CELL, GRID, Sample, draw_scene, search_sample
 from rewards import (
     REWARDS,
     BoxJudge,
     JudgeRequest,
     Weights,
-    contradicts,
     crop,
     format_error,
     hand_made,
     judge_request,
+    reward_named,
     score,
     step_score,
     step_scores,
     summary,
-    turn_returns,
 )
 from rollout import Step, Trajectory
 from sandbox import Observation
@@ -48,7 +48,7 @@ OURS = Observation(error="the worker did not start", environment="the worker did
 
 
 def reward(trajectory, name="tapo", judge=BoxJudge(), weights=Weights(), seed=0):
-    return REWARDS[name]([trajectory], judge, weights, random.Random(seed))[0]
+    return reward_named(name)([trajectory], judge, weights, random.Random(seed))[0]
 
 
 def tools(*seen, sample=SEARCH):
@@ -415,14 +415,12 @@ def test_tools_that_weigh_as_much_as_the_answer_are_refused(tools):
 def test_the_order_of_a_group_does_not_matter(group, shuffle):
     order = list(range(len(group)))
     shuffle.shuffle(order)
-    own = Weights(step_credit=0.5)
-    for name in sorted(set(REWARDS) - {"random"}):
-        how = name, BoxJudge(), own if name == "tapo" else Weights()
+    for name in sorted({*REWARDS, *RIVALS} - {"random"}):
+        how = name, BoxJudge(), Weights()
         (straight,) = score([group], *how, random.Random(0))
         (mixed,) = score([[group[i] for i in order]], *how, random.Random(0))
         for reward, i in zip(mixed, order, strict=True):
-            assert replace(reward, turns=()) == replace(straight[i], turns=())
-            assert reward.turns == pytest.approx(straight[i].turns)  # sums in another order
+            assert reward == straight[i]
 
 
 def test_the_naive_bonus_pays_every_call_that_ran():
@@ -478,7 +476,7 @@ FAILED = Observation(error="ZeroDivisionError", red_lines=["sandbox_error"])
 def pay(name, *group, judge=BoxJudge(), weights=Weights(), sample=SEARCH):
     """Totals of a group. Each is (answer or None, *observations)."""
     played = [hand_made(sample, *seen, answer=answer) for answer, *seen in group]
-    return [r.total for r in REWARDS[name](played, judge, weights, random.Random(0))]
+    return [r.total for r in reward_named(name)(played, judge, weights, random.Random(0))]
 
 
 RIGHT, LIE, NONE = "checker", "diagonal", None
@@ -496,7 +494,7 @@ def test_thyme_by_hand():
         1 + 0.5 + 0.5, 1 + 0.5 + 0.5, -1 + 0 + 0.5, 0 + 0 + 0,
     ]  # fmt: skip
     torn = [thinking("so the answer is diagonal."), thinking("so the answer is checker.")]
-    got = REWARDS["thyme"](torn, BoxJudge(), Weights(), random.Random(0))
+    got = RIVALS["thyme"](torn, BoxJudge(), Weights(), random.Random(0))
     assert [r.total for r in got] == [1 + 0 + 0.5, 1 + 0.5 + 0.5]
 
 
@@ -542,49 +540,18 @@ def test_pixel_reasoner_by_hand():
 
 def test_codedance_by_hand():
     # Right with 1 of 2 calls well, right without, two wrong: S = 1, 1, 0, 0; mean 0.5, so that
-    # d = sigmoid(0) - 0.2 = 0.3 in either form, and the parts are 1.5 * 0.3 / 2, or 1 * 0.3 / 2.
+    # d = sigmoid(0) - 0.2 = 0.3, and the part of the first is 1.5 * 0.3 / 2.
     group = (RIGHT, FAILED, RAN), (RIGHT,), (LIE, RAN), (LIE,)
     assert pay("codedance", *group) == pytest.approx([1.225, 1.0, 0.5 * 0.3, 0.0])
-    assert pay("codedance_printed", *group) == pytest.approx([1.15, 1.0, 0.5 * 0.3, 0.0])
-    # All right: sigmoid(8 * -0.5) = 0.017986, sigmoid(4 * -0.5) = 0.119203, less 0.2: a fee.
+    # All right: sigmoid(8 * -0.5) = 0.017986, less 0.2: a fee.
     easy = (RIGHT, RAN), (RIGHT,)
     assert pay("codedance", *easy) == pytest.approx([1 + 1.5 * (0.017986 - 0.2), 1.0], abs=1e-6)
-    printed = pay("codedance_printed", *easy)
-    assert printed == pytest.approx([1 + (0.119203 - 0.2), 1.0], abs=1e-6)
-    # The format penalty is in the mean of the released form alone: S = 0.8 and -0.2, mean 0.3,
-    # against an accuracy of 0.5: sigmoid(8 * 0.2) = 0.832018.
+    # The format penalty is in the mean: S = 0.8 and -0.2, mean 0.3: sigmoid(8 * 0.2) = 0.832018.
     bad = [hand_made(SEARCH, RAN, answer=a) for a in (RIGHT, LIE)]
     for t in bad:
         t.steps[-1].text += "</think>"
-    for name, d in (("codedance", 0.832018 - 0.2), ("codedance_printed", 0.5 - 0.2)):
-        got = REWARDS[name](bad, BoxJudge(), Weights(), random.Random(0))
-        most = 1.5 if name == "codedance" else 1.0
-        assert [r.total for r in got] == pytest.approx([0.8 + most * d, -0.2 + 0.5 * d], abs=1e-6)
-
-
-def test_codedance_pays_turns_by_hand():
-    # Failed, failed, ran, answer. G from behind: 0, 0, -0.5, -0.5 + 0.2 * -0.5 = -0.6.
-    a, b = hand_made(SEARCH, FAILED, FAILED, RAN, answer=RIGHT), hand_made(SEARCH, RAN, answer=LIE)
-    assert turn_returns(a) == pytest.approx((-0.6, -0.5, 0.0, 0.0))
-    assert turn_returns(b) == (0.0, 0.0)
-    assert turn_returns(hand_made(SEARCH, OURS, RAN, answer=RIGHT)) == (0.0, 0.0, 0.0)
-    # Without the last turns: -0.6, -0.5, 0, 0. Mean -0.275, deviation sqrt(0.3075 / 3).
-    x, y = score([[a], [b]], "codedance", BoxJudge(), Weights(), random.Random(0))
-    s = 0.2 / 0.1025**0.5
-    assert x[0].turns == pytest.approx((s * -0.325, s * -0.225, s * 0.275, 0.0), abs=1e-4)
-    assert y[0].turns == pytest.approx((s * 0.275, 0.0), abs=1e-4)
-
-
-def test_codedance_adds_nothing_where_no_turn_differs_or_nothing_is_known():
-    same = [hand_made(SEARCH, RAN, answer=RIGHT), hand_made(SEARCH, answer=RIGHT)]
-    (got,) = score([same], "codedance", BoxJudge(), Weights(), random.Random(0))
-    assert [r.turns for r in got] == [(0.0, 0.0), (0.0,)]
-    said = ((FAILED, RIGHT), (RAN, RIGHT), (FAILED, "unheard"))
-    mixed = [hand_made(SEARCH, seen, answer=answer) for seen, answer in said]
-    (got,) = score([mixed], "codedance", Answering(None), Weights(), random.Random(0))
-    s = 0.2 * 0.25 / 0.125**0.5  # of -0.5 and 0 alone
-    assert got[0].turns == pytest.approx((-s, 0.0), abs=1e-4)
-    assert got[2].total is None and got[2].turns == (0.0, 0.0)
+    got, d = RIVALS["codedance"](bad, BoxJudge(), Weights(), random.Random(0)), 0.832018 - 0.2
+    assert [r.total for r in got] == pytest.approx([0.8 + 1.5 * d, -0.2 + 0.5 * d], abs=1e-6)
 
 
 def test_pyvision_by_hand():
@@ -607,35 +574,16 @@ def test_faitheyes_by_hand():
     assert got == pytest.approx([1.1, 1.0, 0.2, 0.2 - 0.2 - 0.2])
     long = hand_made(SEARCH, RAN, answer=None)
     long.ended = "length"  # cut off as well
-    (cut,) = REWARDS["faitheyes"]([long], BoxJudge(), Weights(), random.Random(0))
+    (cut,) = RIVALS["faitheyes"]([long], BoxJudge(), Weights(), random.Random(0))
     assert cut.total == pytest.approx(0.2 - 0.2 - 0.2)
-    torn = REWARDS["faitheyes"]([thinking("The answer is red.")], BoxJudge(), Weights(), None)
+    torn = RIVALS["faitheyes"]([thinking("The answer is red.")], BoxJudge(), Weights(), None)
     assert torn[0].total == pytest.approx(1 + 0.2 - 0.2)
     (silent,) = pay("faitheyes", (RIGHT, RAN), judge=lambda request: None)
     assert silent is None
 
 
-def test_the_gate_pays_tools_only_with_a_right_answer():
-    cases = (RIGHT, GOOD), (LIE, GOOD), (RIGHT, TYPO), (LIE, TYPO)
-    assert pay("tapo", *cases) == pytest.approx([1.2, 0.2, 0.8, -0.2])
-    gated = pay("tapo", *cases, weights=Weights(gate_tool_on_correct=True))
-    assert gated == pytest.approx([1.2, 0.0, 0.8, 0.0])
-
-
-def test_step_credit_goes_to_the_steps_own_turn():
-    # Scores 1, -1, 0.5: mean 1 / 6. The answering turns and who used no tool get nothing.
-    group = [hand_made(SEARCH, *seen, answer=RIGHT) for seen in ((GOOD, TYPO), (WIDE,), ())]
-    (got,) = score([group], "tapo", BoxJudge(), Weights(step_credit=0.5), random.Random(0))
-    assert got[0].turns == pytest.approx((0.5 * 5 / 6, 0.5 * -7 / 6, 0.0))
-    assert got[1].turns == pytest.approx((0.5 * 2 / 6, 0.0)) and got[2].turns == (0.0,)
-    (off,) = score([group], "tapo", BoxJudge(), Weights(), random.Random(0))
-    assert [r.turns for r in off] == [None] * 3 and [r.total for r in off] == [r.total for r in got]
-    with pytest.raises(ValueError, match="accuracy has none"):
-        score([group], "accuracy", BoxJudge(), Weights(step_credit=0.5), random.Random(0))
-
-
 def test_a_failure_of_ours_is_no_call_for_anybody():
-    for name in sorted(set(REWARDS) - {"random"}):
+    for name in sorted({*REWARDS, *RIVALS} - {"random"}):
         with_it, without = pay(name, (RIGHT, OURS, RAN)), pay(name, (RIGHT, RAN))
         assert with_it == without, name
 
@@ -655,7 +603,7 @@ class Answering:
 
 
 def test_an_open_answer_without_a_verdict_leaves_the_trajectory_without_a_reward():
-    for name in sorted(set(REWARDS) - {"random"}):
+    for name in sorted({*REWARDS, *RIVALS} - {"random"}):
         group = [hand_made(SEARCH, RAN, answer="chequered"), hand_made(SEARCH, answer=RIGHT)]
         (got,) = score([group], name, Answering(None), Weights(), random.Random(0))
         assert got[0].answer is None and got[0].total is None, name
@@ -712,7 +660,7 @@ def test_accuracy_and_thyme_do_not_see_what_tools_showed(group):
     for name in ("accuracy", "thyme"):
         blind = [hand_made(SEARCH, answer=t.answer) for t in group]
         looking, not_looking = (
-            [r.total for r in REWARDS[name](g, BoxJudge(), Weights(), random.Random(0))]
+            [r.total for r in reward_named(name)(g, BoxJudge(), Weights(), random.Random(0))]
             for g in (group, blind)
         )
         assert looking == not_looking
@@ -722,11 +670,3 @@ def test_accuracy_and_thyme_do_not_see_what_tools_showed(group):
 def test_gated_bonuses_never_pay_for_a_wrong_answer(seen):
     for name in ("deepeyes", "pyvision"):
         assert pay(name, (LIE, *seen)) == [0.0]
-
-
-@given(st.lists(anything, min_size=2, max_size=6))
-def test_codedance_credit_is_centred_over_the_batch(group):
-    got = score([group[:1], group[1:]], "codedance", BoxJudge(), Weights(), random.Random(0))
-    credit = [turn for rs in got for r in rs for turn in r.turns[:-1]]
-    assert sum(credit) == pytest.approx(0.0, abs=1e-9)
-    assert all(len(r.turns) == len(t.steps) for r, t in zip([r for rs in got for r in rs], group))

@@ -19,9 +19,11 @@ from PIL import Image
 from transformers import GenerationConfig
 
 import data
+import kit.qwen
 import rollout
-from data import Sample, parse, toy_questions
-from rollout import Encoded, Policy, Rules, Trajectory, load_policy, play
+from data import TAGS, Sample, parse, toy_questions
+from kit.qwen import Encoded, Policy
+from rollout import Rules, Trajectory, encode_prompt, load_policy, play
 from sandbox import Observation
 
 
@@ -60,7 +62,7 @@ def test_the_prefix_of_a_turn_is_the_ids_of_the_turn_before(policy, samples):
     """Ids are never decoded and encoded again: "1" + "28" sampled apart stays two tokens."""
     ids = [policy.tokenizer.convert_tokens_to_ids(t) for t in ("1", "2", "8")]
     assert policy.tokenizer("128")["input_ids"] != ids
-    trajectory = rollout.begin(samples[0], policy.encode_prompt(samples[0]))
+    trajectory = rollout.begin(samples[0], encode_prompt(policy, samples[0]))
     before = list(trajectory.ids)
     rollout.speak(policy, trajectory, ids)
     assert trajectory.ids == before + ids
@@ -243,7 +245,7 @@ def test_a_poisoned_checkpoint_config_does_not_reach_the_sampler(policy, samples
 def test_frequencies_are_those_of_the_scored_distribution(policy, samples):
     """T = 0.5: shares of 2,000 one-token completions against softmax(logits / T) without control
     tokens. Catches a forgotten temperature, a filter, a penalty."""
-    sharp = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor)
+    sharp = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor, TAGS)
     sharp.model.lm_head.weight.data *= 2
     torch.manual_seed(1)
     rules = Rules(turns=1, max_new_tokens=1, max_length=512, temperature=0.5)
@@ -309,7 +311,7 @@ def test_an_observation_is_whole_or_absent(policy, samples):
     endings = set()
     for limit in range(full.prompt + 64, len(full.ids) + 65):
         rules = Rules(**{**vars(RULES), "max_length": limit})
-        t = rollout.begin(samples[0], policy.encode_prompt(samples[0]))
+        t = rollout.begin(samples[0], encode_prompt(policy, samples[0]))
         for text, seen in zip(script, [*shown, None]):
             rollout.speak(policy, t, policy.encode(text, []).ids)
             if not t.ended:
@@ -440,7 +442,7 @@ def test_a_missing_checkpoint_says_what_was_expected(tmp_path, monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("we couldn't connect")
 
-    monkeypatch.setattr(rollout.Model, "from_pretrained", unreachable)
+    monkeypatch.setattr(kit.qwen.Model, "from_pretrained", unreachable)
     with pytest.raises(FileNotFoundError, match="neither a folder nor on the hub"):
         load_policy("no-such-model-anywhere")
 
@@ -448,13 +450,13 @@ def test_a_missing_checkpoint_says_what_was_expected(tmp_path, monkeypatch):
 def test_saved_and_loaded_policies_agree(policy, samples, tmp_path):
     policy.save(tmp_path)
     again = load_policy(tmp_path)
-    trajectory = rollout.begin(samples[0], policy.encode_prompt(samples[0]))
-    assert again.encode_prompt(samples[0]).ids == trajectory.ids
+    trajectory = rollout.begin(samples[0], encode_prompt(policy, samples[0]))
+    assert encode_prompt(again, samples[0]).ids == trajectory.ids
     assert torch.equal(fresh_logits(again, trajectory), fresh_logits(policy, trajectory))
 
 
 def test_the_committed_checkpoint_is_small_and_loads_the_same_way():
     tiny = load_policy("tiny")
     assert sum(p.numel() for p in tiny.model.parameters()) < 250_000
-    prompt = tiny.encode_prompt(toy_questions(1, random.Random(0).random())[0])
+    prompt = encode_prompt(tiny, toy_questions(1, random.Random(0).random())[0])
     assert prompt.ids.count(tiny.image_id) == 16

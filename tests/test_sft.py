@@ -13,10 +13,13 @@ from fixtures.make_fixtures import facts, picture, png
 from hypothesis import given
 from hypothesis import strategies as st
 
+import beyond.tiny
 import sft
-from data import Bad, demonstrations
+from data import TAGS, demonstrations, draw_scene
 from grpo import group_row, log_probs, micro_batches
-from rollout import Policy, load_policy
+from kit.qwen import Policy
+from kit.tables import Bad
+from rollout import load_policy
 from sft import imitate, load_thyme, mean_logp, replay, replay_all, rows_of, shuffled
 
 
@@ -72,7 +75,7 @@ def test_the_loss_is_the_cross_entropy_of_the_acted_tokens(policy, trajectories)
 
 
 def test_imitation_learns_and_ends_when_told(policy, trajectories):
-    learner = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor)
+    learner = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor, TAGS)
     rows = rows_of(learner, trajectories)
     optimizer = torch.optim.AdamW(learner.model.parameters())
     losses = []
@@ -239,11 +242,11 @@ def test_the_tiny_tokenizer_knows_the_toys_words_and_spells_the_rest(policy):
     assert len(policy.tokenizer("Zürich")["input_ids"]) == 7  # bytes
 
 
-@pytest.mark.parametrize("kind", list(sft.PACKS))
+@pytest.mark.parametrize("kind", list(beyond.tiny.PACKS))
 def test_packs_teach_what_their_map_shows(policy, kind):
     rng = random.Random(0)
-    scene = sft.draw_scene(rng, 0.25)
-    pack = sft.PACKS[kind](scene, rng)
+    scene = draw_scene(rng, 0.25)
+    pack = beyond.tiny.PACKS[kind](scene, rng)
     learnt = " ".join(part for part, learn in pack if learn)
     if kind == "reading":
         assert sum(f" {s.color}<answer>{s.texture}" in learnt for s in scene.squares) == 4
@@ -251,7 +254,7 @@ def test_packs_teach_what_their_map_shows(policy, kind):
         text = "".join(part for part, _ in pack if isinstance(part, str))
         pairs = [(f" {s.color} {s.cell}", f" {s.cell} {s.color}") for s in scene.squares]
         assert all(a in text or b in text for a, b in pairs)
-    trajectory = sft.pack_trajectory(policy, pack)
+    trajectory = beyond.tiny.pack_trajectory(policy, pack)
     (row,) = rows_of(policy, [trajectory])
     assert policy.tokenizer.decode(row.labels.tolist()) == "".join(p for p, learn in pack if learn)
 
@@ -260,7 +263,7 @@ def test_the_committed_checkpoint_can_see_the_world():
     """The gates that `python train.py --preset tiny-base` had to pass, on other maps."""
     tiny = load_policy("tiny")
     skills = {
-        kind: sft.skill(tiny, sft.pack_rows(tiny, kind, 60, "test"), 8192) for kind in sft.PACKS
+        kind: beyond.tiny.skill(tiny, beyond.tiny.pack_rows(tiny, kind, 60, "test"), 8192) for kind in beyond.tiny.PACKS
     }
     assert skills["grounding"]["cell"] > 0.95 and skills["grounding"]["colour"] > 0.95
     assert skills["reading"]["texture"] > 0.95 and skills["look"]["corner"] > 0.95

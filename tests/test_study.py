@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
+import beyond.study
 import evaluate
-from evaluate import (
+from beyond.rivals import RIVALS
+from beyond.study import (
     STUDIED,
     WORLDS,
     Job,
@@ -44,7 +46,7 @@ def study(tmp_path):
 
 
 def test_every_studied_reward_is_one_that_can_be_trained():
-    assert set(STUDIED) <= set(REWARDS)
+    assert set(STUDIED) <= {*REWARDS, *RIVALS}
 
 
 @pytest.mark.parametrize("reward", [*STUDIED, "zero-rl", "sft"])
@@ -53,7 +55,7 @@ def test_a_job_is_a_command_that_train_understands(study, monkeypatch, reward, w
     monkeypatch.chdir(ROOT)
     job = Job(reward, world, 0, lambda_tool=0.1)
     config = parse_config(job.command(study)[2:])
-    assert config.reward == (reward if reward in REWARDS else "tapo")
+    assert config.reward == (reward if reward in {*REWARDS, *RIVALS} else "tapo")
     assert (config.seed, config.shortcut, config.lambda_tool) == (0, WORLDS[world], 0.1)
     assert config.out == str(study / job.name) and config.eval_every == 10
     assert (config.rl_steps == 0) == (reward == "sft")
@@ -133,12 +135,12 @@ def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monk
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr(evaluate, "draw_study", lambda *_: None)
-    monkeypatch.setattr(evaluate, "quarter", lambda _: metrics())
-    evaluate.study_rewards(tmp_path, quick=True)
+    monkeypatch.setattr(beyond.study, "draw_study", lambda *_: None)
+    monkeypatch.setattr(beyond.study, "quarter", lambda _: metrics())
+    beyond.study.study_rewards(tmp_path, quick=True)
     few = {f"{name}-guessing-0" for name in ("sft", "tapo", "tool_bonus", "accuracy")}
     assert set(began) == set(ended) == few
-    evaluate.study_rewards(tmp_path, quick=False)
+    beyond.study.study_rewards(tmp_path, quick=False)
     assert len(began) == len(set(began)) == 53 and set(began) == set(ended)
     found = json.loads((tmp_path / "study.json").read_text())["runs"]
     order = list(found)
@@ -160,7 +162,7 @@ def test_the_study_starts_anywhere_and_a_failed_run_ends_it(tmp_path, monkeypatc
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
     with pytest.raises(RuntimeError, match="sft-guessing-0 ended with 3"):
-        evaluate.study_rewards(Path("study"), quick=False)
+        beyond.study.study_rewards(Path("study"), quick=False)
     assert ran[0] == (ROOT / "train.py", tmp_path / "study" / "sft-guessing-0")
     assert len(ran) <= 2 and "sft-guessing-0 ended with 3" in capsys.readouterr().out
 
@@ -183,7 +185,7 @@ def test_nothing_begins_after_a_failure(tmp_path, monkeypatch, cores):
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     with pytest.raises(RuntimeError, match="sft-guessing-1 ended with 3"):
-        evaluate.study_rewards(tmp_path, quick=False)
+        beyond.study.study_rewards(tmp_path, quick=False)
     assert len(began) > 2 and not any(late for _, late in began)
 
 
@@ -193,7 +195,7 @@ def test_a_run_that_cannot_begin_is_named_and_ends_the_study(tmp_path, monkeypat
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
     (tmp_path / "sft-guessing-0").touch()
     with pytest.raises(RuntimeError, match="^sft-guessing-0 could not begin: .*File exists"):
-        evaluate.study_rewards(tmp_path, quick=False)
+        beyond.study.study_rewards(tmp_path, quick=False)
     assert not ran
 
 
@@ -249,7 +251,7 @@ def finished(study: Path, job: Job, faithful: float, **more) -> dict:
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.MonkeyPatch.context() as patch:
         quarters = {"sft-episodes": metrics(ood_accuracy=0.3), job.name: metrics(ood_accuracy=0.8)}
-        patch.setattr(evaluate, "quarter", lambda where: quarters[where.name])
+        patch.setattr(beyond.study, "quarter", lambda where: quarters[where.name])
         return result(job, study)
 
 
@@ -260,7 +262,7 @@ def test_a_result_is_start_end_and_the_mean_of_every_ten_steps(study):
     assert [point["crop_area"] for point in found["curve"]] == [0.25, 0.25]
     evaluations = [(e["step"], e["ood_accuracy"]) for e in found["evaluations"]]
     assert evaluations == [(0, 0.3), (10, 0.7), (15, 0.8)]
-    assert {"step", *evaluate.SHOWN} == set(found["evaluations"][0])
+    assert {"step", *beyond.study.SHOWN} == set(found["evaluations"][0])
     assert found["start"]["faithful"] == 0.4 and found["end"]["faithful"] == 0.7
     assert found["reward"] == "tapo" and "rates" not in found["end"]
 
@@ -294,7 +296,7 @@ def test_the_study_is_drawn_from_its_runs(study):
     told = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     words = [line for line in text if line and not re.search(r"\d\.\d\d", line)]
     assert len(words) == 9 and set(words) <= set(told)  # the README has it as it is printed
-    for panels in (evaluate.CURVES, {"answer reward": "answer"}):
+    for panels in (beyond.study.CURVES, {"answer reward": "answer"}):
         draw_study(runs, panels, study / "study.png")
         drawn = Image.open(study / "study.png").convert("RGB")
         shades = {color for _, color in drawn.getcolors(1 << 24)}

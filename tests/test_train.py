@@ -21,10 +21,13 @@ import torch
 from conftest import ANSWER, LOOK, RULES, scripted
 from safetensors.torch import load_file
 
+import beyond.study
 import evaluate
+import kit.folder
 import train
-from data import toy_questions
-from rollout import Policy, load_policy, play
+from data import TAGS, toy_questions
+from kit.qwen import Policy
+from rollout import load_policy, play
 from train import Config, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +79,7 @@ def test_the_config_is_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--reward", "money"], "invalid choice: 'money'"),
+        (["--reward", "money"], "got 'money'"),
         (["--preset", "huge"], "invalid choice: 'huge'"),
         (["--adv-norm", "max"], "invalid choice: 'max'"),
         (["--rl-step", "3"], "unrecognized arguments"),
@@ -142,7 +145,7 @@ def test_a_run_that_is_not_there_cannot_be_resumed(words, message, capsys):
 def test_a_damaged_run_is_told_with_its_file(name, text, message, tmp_path, capsys):
     (tmp_path / "checkpoint-sft-2").mkdir()
     (tmp_path / "checkpoint-sft-2" / ".metadata").touch()
-    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run = kit.folder.Run(Config(out=str(tmp_path)))
     a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2")
     a_run.log_file.close()
     assert parse_config(["--resume", str(tmp_path)]) == Config(out=str(tmp_path))
@@ -195,7 +198,7 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
         return [[reward(1.0, 0.0, 0.0, (), None if k == 0 else float(k)) for k, _ in enumerate(g)]
                 for g in groups]  # fmt: skip
 
-    def learn(policy, optimizer, groups, advantage, reference, objective, turns):
+    def learn(policy, optimizer, groups, advantage, reference, objective):
         seen.update(advantage=advantage, reference=reference, objective=objective)
         raise KeyboardInterrupt
 
@@ -204,9 +207,10 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "score", score)
     monkeypatch.setattr(train, "learn", learn)
     opened = (None, None, type("O", (), {"param_groups": []}))
-    monkeypatch.setattr(train.Run, "open", lambda *_: opened)
+    monkeypatch.setattr(train, "opened", lambda *_: opened)
     monkeypatch.setattr(train, "load_policy", lambda *_: "the SFT model")
-    monkeypatch.setattr(train, "shard", lambda _: None)
+    monkeypatch.setattr(train, "shard", lambda *_: None)
+    monkeypatch.setattr(train, "Scorer", lambda _: None)
     monkeypatch.setattr(train, "VerdictWatch", lambda: lambda *_: None)
     flags = "--reward tool_bonus --adv-norm std --ratio-anchor ref --beta 0 --shortcut 0"
     argv = ["train.py", *flags.split(), "--rollouts", "3", "--out", str(tmp_path)]
@@ -223,24 +227,24 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
 
 
 def test_a_log_that_lost_lines_is_noticed_at_once(tmp_path):
-    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run = kit.folder.Run(Config(out=str(tmp_path)))
     a_run.log({"stage": "sft", "step": 1, "grad_norm": 1.0})
     a_run.update(step=1)
     a_run.log_file.close()
     (tmp_path / "log.jsonl").write_bytes(b"")
     with pytest.raises(SystemExit, match="log.jsonl has 0 bytes, but state.json counts on"):
-        train.Run(Config(out=str(tmp_path)))
+        kit.folder.Run(Config(out=str(tmp_path)))
 
 
 def test_two_runs_never_share_a_folder(tmp_path):
-    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run = kit.folder.Run(Config(out=str(tmp_path)))
     before = (tmp_path / "config.json").read_bytes()
     child = subprocess.Popen(["sleep", "60"])  # started while the lock is held, as sandboxes are
     with pytest.raises(SystemExit, match="another process is training in .*: wait for it, or give"):
-        train.Run(Config(out=str(tmp_path), seed=7))
+        kit.folder.Run(Config(out=str(tmp_path), seed=7))
     assert (tmp_path / "config.json").read_bytes() == before
     a_run.log_file.close()  # as a kill does: then the child must not hold it
-    train.Run(Config(out=str(tmp_path)))
+    kit.folder.Run(Config(out=str(tmp_path)))
     child.kill()
     child.wait()
 
@@ -304,7 +308,8 @@ def measures_as_before(whole: Path, stage: str, folder: Path) -> bool:
     shutil.copytree(whole / "sft-episodes", folder / "known")
     config = replace(train.read_config(whole), out=str(folder))
     actor = load_policy(whole / stage, torch.device("cpu"))
-    found = train.measure_policy(train.Run(config), config, actor, out=folder / "known")
+    found = train.measure_policy(
+        kit.folder.Run(config), config, train.toy_world(config), actor, out=folder / "known")
     before = json.loads((whole / "summary.json").read_text())["stages"][stage]
     return json.loads(json.dumps(found)) == before
 
@@ -324,21 +329,21 @@ def test_episodes_of_other_weights_are_played_again(finished, tmp_path, capsys):
 def test_a_quarter_of_the_questions_are_those_asked_amid_training(finished):
     lines = [json.loads(line) for line in open(finished[0] / "trajectories.jsonl")]
     asked = [x for x in lines[::4] if x["sample"]["source"] != evaluate.AGAINST_PRIOR]
-    found = evaluate.quarter(finished[0])
+    found = beyond.study.quarter(finished[0])
     assert found["n"] == 3 and found["accuracy"] == sum(x["correct"] for x in asked) / 3
     amid = [json.loads(x) for x in open(finished[0] / "log.jsonl") if '"evaluation"' in x]
     assert {e["n"] for e in amid} == {3}
 
 
 DIES_WHILE_SAVING = """
-import os, signal, sys, train
-whole = train.dcp.save
+import os, signal, sys, kit.folder, train
+whole = kit.folder.dcp.save
 def half(state, checkpoint_id):
     whole(state, checkpoint_id=checkpoint_id)
     (checkpoint_id / ".metadata").unlink()  # it is written last
     next(checkpoint_id.glob("*.distcp")).write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
-train.dcp.save = half
+kit.folder.dcp.save = half
 sys.argv = ["train.py", "--resume", sys.argv[1]]
 train.main(train.parse_config())
 """
@@ -374,7 +379,7 @@ def test_killed_twice_and_resumed_it_ends_the_same(finished, tmp_path):
 
 
 def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
-    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run = kit.folder.Run(Config(out=str(tmp_path)))
     for grad_norm in (None, None, 1.0, None, None):
         a_run.log({"stage": "sft", "step": 1, "grad_norm": grad_norm})
     with pytest.raises(SystemExit, match="three steps in a row"):
@@ -385,37 +390,37 @@ def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
 @pytest.fixture
 def learner(policy):
     model = copy.deepcopy(policy.model)
-    learner = Policy(model, policy.tokenizer, policy.image_processor)
+    learner = Policy(model, policy.tokenizer, policy.image_processor, TAGS)
     return learner, torch.optim.AdamW(model.parameters())
 
 
 def test_a_half_written_checkpoint_is_never_used(tmp_path, learner):
     config = Config(out=str(tmp_path), keep=1)
-    a_run = train.Run(config)
+    a_run = kit.folder.Run(config)
     a_run.save(*learner, 2)
     (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
     for part in ("__0_0", "__7_0"):  # eight processes were writing it
         (tmp_path / "checkpoint-sft-4" / f"{part}.distcp").write_bytes(b"half")
     a_run.log_file.close()
-    again = train.Run(config)
+    again = kit.folder.Run(config)
     assert again.state["checkpoint"] == "checkpoint-sft-2"
     again.save(*learner, 4)
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-sft-4"]
     assert not (tmp_path / "checkpoint-sft-4" / "__7_0.distcp").exists()
     toy = Config(out=str(tmp_path), freeze_vision="none", max_pixels=0)
-    again.open(toy, "sft", "tiny", 1e-3, (0.9, 0.95), "cpu")
+    train.opened(again, toy, "sft", "tiny", 1e-3, (0.9, 0.95), "cpu")
 
 
 def test_a_kill_while_state_is_written_leaves_the_old_one(tmp_path, monkeypatch):
-    train.write_json(tmp_path / "state.json", {"step": 1})
+    kit.folder.write_json(tmp_path / "state.json", {"step": 1})
     monkeypatch.setattr(os, "replace", lambda *_: sys.exit("killed"))
     with pytest.raises(SystemExit):
-        train.write_json(tmp_path / "state.json", {"step": 2})
+        kit.folder.write_json(tmp_path / "state.json", {"step": 2})
     assert json.loads((tmp_path / "state.json").read_text()) == {"step": 1}
 
 
 def test_the_last_few_checkpoints_are_kept_and_the_best(tmp_path, learner):
-    a_run = train.Run(Config(out=str(tmp_path), keep=2))
+    a_run = kit.folder.Run(Config(out=str(tmp_path), keep=2))
     a_run.update(stage="rl")
     for step, reward in enumerate([0.1, 0.9, 0.9, 0.8, 0.2, 0.3, 0.1, 0.1], start=1):
         a_run.log({"stage": "rl", "step": step, "reward": reward, "grad_norm": 1.0})
@@ -436,13 +441,13 @@ def test_a_checkpoint_gives_back_weights_and_moments_to_the_bit(tmp_path, learne
     for p in policy.model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
-    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run = kit.folder.Run(Config(out=str(tmp_path)))
     a_run.save(policy, optimizer, 2)
-    want = copy.deepcopy(train.training_state(policy, optimizer))
+    want = copy.deepcopy(kit.folder.training_state(policy, optimizer))
     optimizer.step()
     fresh = torch.optim.AdamW(policy.model.parameters())
     a_run.restore(policy, fresh, "checkpoint-sft-2")
-    got = train.training_state(policy, fresh)
+    got = kit.folder.training_state(policy, fresh)
     for name, weight in want["weights"].items():
         assert torch.equal(weight, got["weights"][name])
     for name, moments in want["moments"].items():
@@ -451,7 +456,7 @@ def test_a_checkpoint_gives_back_weights_and_moments_to_the_bit(tmp_path, learne
 
 @pytest.mark.parametrize("weight", [float("nan"), float("-inf"), 1e30])
 def test_a_diverged_policy_is_neither_saved_nor_played(weight, tmp_path, learner, samples):
-    policy, a_run = learner[0], train.Run(Config(out=str(tmp_path)))
+    policy, a_run = learner[0], kit.folder.Run(Config(out=str(tmp_path)))
     a_run.check_weights(policy)
     a_run.update(stage="rl", checkpoint="checkpoint-rl-2")
     a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
@@ -529,7 +534,7 @@ def test_an_episode_can_be_read(policy, samples):
 
 
 def test_an_error_says_whose_it_is_and_where(tmp_path):
-    a_run = train.Run(Config(out=str(tmp_path)))
+    a_run = kit.folder.Run(Config(out=str(tmp_path)))
     a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
     with pytest.raises(KeyError) as error, a_run.clock("learn"):
         raise KeyError("x")
@@ -572,7 +577,7 @@ def test_a_limit_that_no_prompt_fits_is_told_before_stage_1(tmp_path, monkeypatc
     words = ["--sft-steps", "1", "--sft-demos", "8", "--max-length", "40"]
     config = parse_config(["--out", str(tmp_path), *words])
     with pytest.raises(SystemExit, match="its prompt has .* but --max-length 40 leaves 8"):
-        train.stage_1(train.Run(config), config, torch.device("cpu"))
+        train.stage_1(kit.folder.Run(config), config, torch.device("cpu"))
 
 
 # --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --

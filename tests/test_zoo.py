@@ -4,8 +4,11 @@ import random
 
 import pytest
 
-import rewards
-from rewards import REWARDS, BoxJudge, Weights, act_out, area, score, zoo, zoo_table
+import beyond.zoo
+from beyond.rivals import RIVALS
+from beyond.zoo import act_out, zoo, zoo_table
+from kit.boxes import area
+from rewards import REWARDS, BoxJudge, Weights, score
 
 HONEST = {"the right crop", "the right crop, misread", "raises, then the right crop"}
 REPEATED = "the right crop, five times"
@@ -103,7 +106,7 @@ def test_two_designs_are_indifferent_to_looking(played):
 def test_the_table_has_every_case_and_design_and_marks_what_pays(played):
     head, rule, *lines = zoo_table(played).splitlines()
     designs = [cell.strip() for cell in head.strip("|").split("|")][2:]
-    assert designs == [name for name in REWARDS if name != "random"]
+    assert designs == [name for name in (*REWARDS, *RIVALS) if name != "random"]
     assert [line.split("|")[1].strip() for line in lines] == list(played)
     assert {line.count("|") for line in (head, rule, *lines)} == {len(designs) + 3}
     cells = {line.split("|")[1].strip(): line.split("|")[2:] for line in lines}
@@ -113,6 +116,6 @@ def test_the_table_has_every_case_and_design_and_marks_what_pays(played):
 
 
 def test_the_module_prints_it(capsys, played, monkeypatch):
-    monkeypatch.setattr(rewards, "zoo", lambda: played)
-    rewards.main([])
+    monkeypatch.setattr(beyond.zoo, "zoo", lambda: played)
+    beyond.zoo.main([])
     assert "orders to the judge, drawn" in capsys.readouterr().out

@@ -1,0 +1,135 @@
+"""
+agents.py: rates of the trajectories of any agent.
+
+Concept     Rates of the trajectories of any agent.
+Paper       nothing
+In          
+Out         
+Left out    
+Read next   
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from PIL import Image
+
+from data import Sample
+from evaluate import read_trajectories
+from faithfulness import (
+    AGGREGATES,
+    DRAWS,
+    HALF,
+    add_up,
+    count,
+    cross_table,
+    finding,
+    listing,
+    use_of,
+)
+from kit.boxes import Box
+from kit.tables import read_image
+from rewards import BoxJudge, ChatJudge, Judge, Reward, step_score
+from rollout import Step, Trajectory
+from sandbox import Observation
+
+# Trajectories of other agents
+
+FIELDS = {"question": str, "image": str, "answer": (str, type(None)), "correct": bool,
+          "steps": list, "targets": list, "kind": str, "text": str, "id": str}  # fmt: skip
+STEP = {"box": list, "image": str, "text": str, "code": str, "error": (str, type(None)),
+        "score": (int, float, type(None))}  # fmt: skip
+
+
+def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
+    """One pair at a time: pictures may be large. The head of this file has the schema."""
+    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        try:
+            if text.strip():
+                yield from_line(json.loads(text), path.parent, judge, f"line {number}")
+        # An infinite box overflows; brackets nested by the thousand recurse.
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a trajectory as described at the head of "
+                f"faithfulness.py, but {error}"
+            ) from error
+
+
+def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajectory, Reward]:
+    check(line, FIELDS, [*FIELDS][:5], "the line")
+    image, kind = read_image(line["image"], folder), line.get("kind", "search")
+    boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
+    sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
+    steps, scores = [], []
+    for number, step in enumerate(line["steps"], start=1):
+        check(step, STEP, [], f"step {number}")
+        error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
+        seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
+        if box or "image" in step:
+            picture = read_image(step["image"], folder) if "image" in step else image.crop(box)
+            seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
+        if "score" not in step:  # a BoxJudge cannot see a picture without a box
+            blind = seen.boxes == [None] and isinstance(judge, BoxJudge)
+            step["score"] = None if blind else step_score(sample, seen, judge)
+        elif not 0 <= (step["score"] or 0) <= 1:
+            raise ValueError(f"step {number} has score {step['score']}: expected one from 0 to 1")
+        scores.append(step["score"])
+        steps.append(Step(step.get("text", ""), step.get("code", ""), seen, 0, 0))
+    steps.append(Step(line.get("text", ""), None, None, 0, 0))
+    trajectory = Trajectory(sample, steps=steps, answer=line["answer"], ended="answered")
+    return trajectory, Reward(float(line["correct"]), None, 0.0, tuple(scores), None)
+
+
+def check(found: object, types: dict, must: list[str], what: str) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is {found!r:.60}, no object")
+    missing = [key for key in must if key not in found]
+    strange = [key for key in found if key not in types]
+    if missing or strange:
+        raise ValueError(f"{what} lacks {missing} and has {strange}; known are {', '.join(types)}")
+    for key, value in found.items():
+        if not isinstance(value, kind := types[key]):
+            raise ValueError(f"{what}: {key} {value!r:.60}, which is of another type than {kind}")
+
+
+def box_in(image: Image.Image, box: object) -> Box:
+    """[x0, y0, x1, y1] in whole pixels, rounded outwards and cut at the border of the image."""
+    if not isinstance(box, list) or [isinstance(v, (int, float)) for v in box] != [True] * 4:
+        raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
+    if all(0 <= v <= 1 for v in box) and not all(isinstance(v, int) for v in box):
+        raise ValueError(f"expected pixels, got the box {box} in shares: multiply by the size")
+    (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])
+    cut = max(x0, 0), max(y0, 0), min(x1, image.width), min(y1, image.height)
+    if cut[0] >= cut[2] or cut[1] >= cut[3]:
+        raise ValueError(f"box {box} has no pixel of an image of {image.width}x{image.height}")
+    return cut
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rates of recorded or hand-made trajectories.")
+    flag = parser.add_argument
+    flag("file", nargs="?", type=Path, help="trajectories.jsonl, or any agent's")
+    flag("--aggregate", choices=AGGREGATES, default="any", help="which pictures must be hits")
+    flag("--judge-url", help="of an OpenAI-compatible server that looks at unscored pictures")
+    flag("--judge-model", default="", help="its name there")
+    args = parser.parse_args()
+    try:
+        url, model = args.judge_url, args.judge_model
+        pairs = read_foreign(args.file, ChatJudge(url, model, "evaluation") if url else HALF)
+        with open(args.file, encoding="utf-8") as file:
+            if '"sample": {' in file.readline():  # a file of evaluate.py's
+                pairs = zip(*read_trajectories(args.file))
+        units = [(finding(*pair), use_of(pair[0])) for pair in pairs]
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if not units:
+        parser.error(f"{args.file} is empty: expected at least one trajectory")
+    counts = count((f for f, _ in units), args.aggregate, DRAWS)
+    used = add_up(((use, f.cluster) for f, use in units), DRAWS)
+    print(listing(counts), cross_table(counts), listing(used), sep="\n\n")

@@ -1,0 +1,172 @@
+"""
+evidence.py: was the tool needed, and was its evidence used?
+
+Concept     Was the tool needed, and was its evidence used?
+Paper       nothing
+In          
+Out         
+Left out    
+Read next   
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from statistics import fmean
+from types import SimpleNamespace
+
+import torch
+
+from beyond.audit import kappa
+from faithfulness import DRAWS, Rate, add_up, is_right, lie, listing, one, question_of, up_to, waves
+from grpo import Objective, group_row, group_rows, log_probs
+from kit.qwen import Encoded, Policy
+from rewards import Judge, Reward, Weights, tapo
+from rollout import Rules, Trajectory, begin, encode_observation, play_on
+from sandbox import Observation
+
+
+def agreement(
+    trajectories: Sequence[Trajectory], first: Sequence[Reward], second: Sequence[Reward]
+) -> tuple[Counter, Rate, float | None]:
+    """Two judges on the same calls. Is it a hit (a score of 1)? A table of (first, second), or of
+    None where one of them had no verdict; how often they agree; Cohen's kappa, None if chance alone
+    would always agree. Calls that showed no picture, or crossed a red line, were not judged."""
+    table: Counter[tuple[bool, bool] | None] = Counter()
+    for t, one, two in zip(trajectories, first, second, strict=True):
+        for step, *pair in zip(t.tool_steps, one.steps, two.steps, strict=True):
+            if step.observation.images and -1.0 not in pair:
+                table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
+    cells = [table[a, b] for a in (True, False) for b in (True, False)]
+    always = sum(cells) in (cells[0], cells[3])
+    return table, Rate(cells[0] + cells[3], sum(cells)), None if always else kappa(*cells)
+
+
+# Needed, and used (ours)
+
+
+def answer_now(policy: Policy, t: Trajectory, i: int) -> Trajectory:
+    """A copy that keeps the thought of its i-th turn, and must answer where the code began."""
+    copy, words = up_to(policy, t, i), t.steps[i].text.split("<code>")[0]
+    words += "</think>" * (words.count("<think>") - words.count("</think>")) + "<answer>"
+    del copy.ids[t.steps[i].start :], copy.acted[t.steps[i].start :], copy.steps[i:]
+    copy.observe(policy.encode(words, []))
+    return copy
+
+
+def without_tools(
+    policy: Policy, trajectories: Sequence[Trajectory], rules: Rules
+) -> Iterator[Trajectory]:
+    """The same policy and the same first thought, but where its first code would begin it has to
+    answer. Trajectories without code come back as they are."""
+    refusing = SimpleNamespace(run=lambda code: Observation(error="no tools"), close=lambda: None)
+    once = replace(rules, turns=1, temperature=0.0)
+    for wave in waves(policy, range(len(trajectories)), rules):
+        played = [trajectories[k] for k in wave]
+        direct = [answer_now(policy, t, 0) if t.tool_steps else t for t in played]
+        cut = [d for d, t in zip(direct, played) if d is not t]
+        if cut:
+            play_on(policy, cut, {id(t): refusing for t in cut}, once)
+        for t in cut:
+            answer, closed, _ = t.steps[-1].text.partition("</answer>")  # (answer_now opened it)
+            t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")
+        yield from direct
+
+
+def ablation(trajectories: Iterable[Trajectory], direct: Iterable[Trajectory]) -> dict[str, Rate]:
+    """Is the tool worth it? Search questions with tools, and without (`direct`, from
+    without_tools): how many are right, and how many only one way solves."""
+    units = []
+    for t, d in zip(trajectories, direct, strict=True):
+        if t.sample.kind == "search":
+            a, b = is_right(t), is_right(d)
+            units.append(({"with tools": one(a), "without tools": one(b),
+                           "solved only with": one(a > b), "solved only without": one(a < b)},
+                          question_of(t.sample)))  # fmt: skip
+    return add_up(units, DRAWS)
+
+
+@torch.no_grad()
+def evidence(
+    policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
+    crops: int = 4, seed: int = 0,
+) -> dict[str, Rate]:  # fmt: skip
+    """What the calls on search questions were worth: ln pi(reference answer) after the tool, less
+
+    evidence value   its mean after random crops of the same size
+    decision value   what it would have been where the code began: had the policy answered there
+
+    A call is used if the first exceeds 0.1, needed if the second does. The history is fixed, and
+    the answer follows at once: a further thought might give away what the crop showed. Calls that
+    showed nothing, a picture without a box, or a crop with no room for another, are not measured.
+    """
+    units = []
+    for t, reward in zip(trajectories, rewards, strict=True):
+        rng = Random(f"{seed} {t.sample.id}")
+        calls = [i for i, step in enumerate(t.steps) if step.observation]
+        for i, score in zip(calls, reward.steps, strict=True):
+            if t.sample.kind != "search":
+                continue
+            seen, gain, decision = t.steps[i].observation, 0.0, 0.0
+            others = [lie("random", seen, t.sample.image, rng) for _ in range(crops)]
+            measured = bool(seen.images) and not any(o.environment for o in (seen, *others))
+            if measured:
+                real, *rest, direct = answer_log_probs(policy, t, i, [seen, *others], rules)
+                gain, decision = real - fmean(rest), real - direct
+            hit = measured and (score or 0) >= 1
+            miss = measured and score is not None and not hit
+            used, needed = gain > 0.1, decision > 0.1
+            units.append(({
+                "measured": one(measured),
+                "evidence value": one(gain, measured), "decision value": one(decision, measured),
+                "evidence value of a hit": one(gain, hit),
+                "evidence value of a miss": one(gain, miss),
+                "used": one(used, measured), "needed": one(needed, measured),
+                "needed and used": one(used and needed, measured),
+            }, question_of(t.sample)))  # fmt: skip
+    return add_up(units, DRAWS, seed)
+
+
+def answer_log_probs(
+    policy: Policy, t: Trajectory, i: int, shown: list[Observation], rules: Rules
+) -> list[float]:
+    """log pi(reference answer) after the i-th turn and each of `shown`, then without the call.
+    One history, several futures: a row of grpo.py, with the log-probabilities of stage 2."""
+    base, branches = up_to(policy, t, i), []
+    for seen in shown:
+        branch = begin(t.sample, Encoded(base.ids[:], base.images[:]))
+        closed, pictures = base.ids[-1] == policy.end_id, policy.pictures(seen.images)
+        branch.observe(encode_observation(policy, seen, pictures, closed, rules.max_log_chars))
+        branch.observe(policy.encode("<answer>", []))
+        branches.append(branch)
+    branches.append(answer_now(policy, t, i))
+    for branch in branches:
+        branch.act(policy.encode(policy.neutralise(t.sample.answer) + "</answer>", []).ids)
+    *after, direct = enumerate(branches)
+    scores = torch.zeros(len(branches))  # [branches]
+    for row in (*group_rows(policy, after, Objective.row_tokens), group_row(policy, [direct])):
+        logp, owner = log_probs(policy, [row])  # [N], [N] of the answer's N tokens in all branches
+        scores.index_add_(0, owner.cpu(), logp.float().cpu())
+    return scores.tolist()
+
+
+def studies(
+    policy: Policy | None, episodes: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
+    seed: int, second: Judge | None,
+) -> dict:  # fmt: skip
+    """What `evaluate.py` prints and keeps beside the rates: with `second`, how far two judges
+    agree; with a policy, whether its tools were needed and used."""
+    found: dict = {}
+    if second:
+        theirs = [tapo([t], second, Weights(), Random(0))[0] for t in episodes]
+        cells, agree, kappa = agreement(episodes, rewards, theirs)
+        found["judges"] = {"agree": agree, "kappa": kappa}
+        print(f"boxes and judge agree: {agree}, kappa {kappa}; (boxes, judge): {dict(cells)}\n")
+    if policy:
+        found["ablation"] = ablation(episodes, without_tools(policy, episodes, rules))
+        found["evidence"] = evidence(policy, episodes, rewards, rules, seed=seed)
+        print(listing(found["ablation"]), "", listing(found["evidence"]), "", sep="\n")
+    return found
