@@ -21,7 +21,7 @@ textures are the same flat colour, to the last bit. A crop of one cell shows the
 
 Every colour has a usual texture. `shortcut` is the share of squares that wear it: at 1.0 a policy
 that never looks is always right, at 0.25 guessing is no better than chance, and at 0.0 (the
-anti-prior questions) a guesser is always wrong. The dial is how we make "guessing pays" and
+out-of-prior questions) a guesser is always wrong. The dial is how we make "guessing pays" and
 "looking pays" two worlds that differ in nothing else.
 """
 
@@ -60,6 +60,10 @@ class Sample:
              can only cost (red lines; Eq. 6 by task type, as notes on the paper have it)
     boxes    where the evidence is, in pixels of `image`; empty if nobody labelled it
     source   the data set
+    part     the part of a benchmark that its score is split by
+    cycle    HR-Bench asks each question in four cycles, its options in another order each time
+    rule     the benchmark's own rule, rule(answer, reference) -> bool; None: rewards.grade
+    against_prior  on the toy: out of prior, so that a guesser is wrong
     """
 
     id: str
@@ -70,6 +74,10 @@ class Sample:
     kind: str = "search"
     boxes: tuple[Box, ...] = ()
     source: str = ""
+    part: str = ""
+    cycle: str = ""
+    rule: Callable[[str, str], bool] | None = None
+    against_prior: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("search", "neutral"):
@@ -269,7 +277,7 @@ def toy_questions(
     return samples
 
 
-def anti_prior_questions(n: int, seed: int | str) -> list[Sample]:
+def out_of_prior_questions(n: int, seed: int | str) -> list[Sample]:
     """Search questions whose answer is never the colour's usual texture: a guesser scores 0."""
     return toy_questions(n, seed, shortcut=0.0, neutral_share=0.0)
 

@@ -26,14 +26,14 @@ trajectories.jsonl has one JSON object a line, with the names of the types it ho
     answer    what the policy answered, or null
     ended     answered, turns, length or no_action
     correct   true or false; null: the judge of open answers had no verdict
-    reward    its parts: answer, tools, format, steps, total
+    reward    its parts: answer, tools, format, scores, total
     steps     one a turn: text (all that the policy wrote), code or null, start and end (its tokens
               are ids[start:end]), score (null: none), and observation: null if no code ran, else
               text (the log), images (PNG files), boxes (the part of the sample's image that each
               shows, or null), sources, error, notes, red_lines, ... as in sandbox.Observation
     acted     who chose the tokens, in runs: [[false, 80], [true, 12], ...]; true is the policy
     ids       the tokens; the first `prompt` of them, with `prompt_images` images, are the question
-    dice      the text that seeds its sampling
+    seed      the text that seeds its sampling
     place     its place in the order of the benchmark; with --avg-at K, each question has K places
     run       a hash of policy, questions and settings: lines of two evaluations do not mix
 """
@@ -67,7 +67,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
 
-from data import Sample, anti_prior_questions, toy_questions
+from data import Sample, out_of_prior_questions, toy_questions
 from faithfulness import (
     DRAWS,
     HALF,
@@ -90,15 +90,15 @@ from kit.benchmarks import BENCHES, PICTURES, filled, picture, published
 from kit.boxes import Box, area
 from kit.qwen import Policy, check_checkpoint
 from kit.tables import Lazy, Usable, read_rows
-from rewards import BoxJudge, ChatJudge, Judge, Reward, Weights, score
-from rollout import Rules, Step, TooLong, Trajectory, load_policy, play
+from rewards import BoxJudge, ChatJudge, Judge, Lambdas, Reward, score
+from rollout import Rules, TooLong, Trajectory, Turn, load_policy, play
 from sandbox import Observation
 
 GREEDY = Rules(turns=10, temperature=0.0)
-AGAINST_PRIOR = "toy, against the prior"  # `source` of the questions on which a guesser scores 0
+OUT_OF_PRIOR = "toy, against the prior"  # `source` of the questions on which a guesser scores 0
 
 # The rows of every table: the name of a number in summary.json, and what a reader sees.
-ROWS = {
+LABELS = {
     "n": "questions", "ungraded": "answers without verdict", "score": "benchmark score",
     "accuracy": "accuracy", "ood_accuracy": "out-of-prior accuracy", "tool_use": "tool use",
     "faithful": "faithful", "unfaithful": "unfaithful", "no_tool": "no tool",
@@ -113,9 +113,9 @@ ROWS = {
 
 def load_toy(n: int = 256, seed: int = 0, shortcut: float = 1.0) -> list[Sample]:
     """`n` questions of the toy world, then half as many on which its prior is always wrong."""
-    against = anti_prior_questions(n // 2, f"against-{seed}")
+    against = out_of_prior_questions(n // 2, f"against-{seed}")
     return toy_questions(n, f"evaluation-{seed}", shortcut) + [
-        replace(sample, source=AGAINST_PRIOR) for sample in against
+        replace(sample, source=OUT_OF_PRIOR) for sample in against
     ]
 
 
@@ -155,7 +155,7 @@ def evaluate(
         with torch.random.fork_rng(gpus):  # an evaluation amid training leaves no trace in it
             torch.manual_seed(seed)
             groups = play(policy, samples[first:last], rollouts, rules)
-        rewards = score(groups, "tapo", judge, Weights(), random.Random(seed))
+        rewards = score(groups, "tapo", judge, Lambdas(), random.Random(seed))
         played, rewards = (list(itertools.chain(*nested)) for nested in (groups, rewards))
         if own_rules:
             own = [own_rules[place // rollouts] for place in here]
@@ -212,7 +212,7 @@ def measure(
         source = trajectory.sample.source
         if reward.answer is None:
             ungraded += 1
-        elif source == AGAINST_PRIOR:
+        elif source == OUT_OF_PRIOR:
             against.append(reward.answer)
         else:
             own.append(finding(trajectory, reward))
@@ -263,6 +263,7 @@ def write_trajectories(
         steps = [{**vars(step), "score": value} for step, value in scored(t, reward)]
         line = {**vars(t), "steps": steps, "acted": runs_of(t.acted), "reward": reward}
         line |= {"correct": right, "place": place, "run": run}
+        del line["turns"]  # which the file calls steps
         del line["images"]  # the model's own input, made from these pictures
         text += json.dumps(line, default=plain) + "\n"
     with open(folder / file_of(rank), "a", encoding="utf-8") as lines:
@@ -366,25 +367,26 @@ def trajectory_of(line: dict, folder: Path) -> Trajectory:
         return image
 
     names = {f.name for f in fields(Trajectory)} - {"images"}
+    line["turns"] = line["steps"]
     line = {name: line[name] for name in names if name in line}
     sample = line["sample"]
     sample |= {"image": picture(sample["image"]), "options": tuple(sample["options"])}
     line["sample"] = Sample(**{**sample, "boxes": tuple(map(tuple, sample["boxes"]))})
-    for step in line["steps"]:
+    for step in line["turns"]:
         del step["score"]  # the reward has it
         if seen := step["observation"]:
             seen["images"] = [picture(name) for name in seen["images"]]
             seen["boxes"] = [box and tuple(box) for box in seen["boxes"]]
             step["observation"] = Observation(**seen)
-    line["steps"] = [Step(**step) for step in line["steps"]]
+    line["turns"] = [Turn(**step) for step in line["turns"]]
     line["acted"] = [who for who, count in line["acted"] for _ in range(count)]
     return Trajectory(**line)
 
 
-def scored(trajectory: Trajectory, reward: Reward) -> list[tuple[Step, float | None]]:
+def scored(trajectory: Trajectory, reward: Reward) -> list[tuple[Turn, float | None]]:
     """Every step with its score; None where no code ran, or where the judge gave no verdict."""
-    scores = iter(reward.steps)
-    return [(s, None if s.observation is None else next(scores)) for s in trajectory.steps]
+    scores = iter(reward.scores)
+    return [(s, None if s.observation is None else next(scores)) for s in trajectory.turns]
 
 
 def runs_of(acted: Sequence[bool]) -> list[tuple[bool, int]]:
@@ -424,9 +426,9 @@ def load_bench(
 # One table, two figures
 
 
-def rows(columns: dict[str, dict]) -> Iterator[tuple[str, list[str]]]:
+def lines(columns: dict[str, dict]) -> Iterator[tuple[str, list[str]]]:
     """A label and a cell for each column. What was not measured stays empty."""
-    for name, label in ROWS.items():
+    for name, label in LABELS.items():
         values = [metrics.get(name) for metrics in columns.values()]
         if any(value is not None for value in values):
             texts = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
@@ -435,7 +437,7 @@ def rows(columns: dict[str, dict]) -> Iterator[tuple[str, list[str]]]:
 
 def table(columns: dict[str, dict]) -> str:
     """The stages side by side in plain text."""
-    return grid([["", *columns], *([label, *cells] for label, cells in rows(columns))], str.rjust)
+    return grid([["", *columns], *([label, *cells] for label, cells in lines(columns))], str.rjust)
 
 
 # Okabe and Ito's palette, for the colour-blind; lines and markers differ too, for print.
@@ -505,7 +507,7 @@ def page(
 ) -> str:
     """One self-contained page: a card for each sample, with its play in every run; as many cards as
     PAGE_LIMIT holds. `total`: how many samples there were."""
-    seen = [step.observation for card in plays for _, t, _ in card for step in t.tool_steps]
+    seen = [step.observation for card in plays for _, t, _ in card for step in t.tool_turns]
     pictures = len(plays) + sum(len(observation.images) for observation in seen)
     budget = PAGE_LIMIT * 2 // 3 // max(1, pictures)  # characters a picture; the rest is for text
     cards = [_card(i, card, budget) for i, card in enumerate(plays, start=1)]
@@ -517,7 +519,7 @@ def page(
         head="".join(f'<th scope="col">{safe(name)}' for name in columns),
         body="".join(
             f'<tr><th scope="row">{label}{"".join(f"<td>{cell}" for cell in cells)}'
-            for label, cells in rows(columns)
+            for label, cells in lines(columns)
         ),
         count=f"{len(cards)} of {total}",
         figures="".join(figures),

@@ -53,8 +53,8 @@ from data import Sample
 from kit.answers import is_correct
 from kit.boxes import Box, area, recall
 from kit.qwen import Policy
-from rewards import BoxJudge, Reward, Weights, crop, hand_made, ran_well, tapo
-from rollout import Rules, Step, Trajectory, listen, play_on, rows_that_fit
+from rewards import BoxJudge, Lambdas, Reward, crop, hand_made, ran_well, tapo
+from rollout import Rules, Trajectory, Turn, listen, play_on, rows_that_fit
 from sandbox import Observation, Sandbox
 
 # Rates
@@ -157,11 +157,11 @@ class Finding:
 
 def finding(trajectory: Trajectory, reward: Reward) -> Finding:
     """A step with a red line scores -1 and is no hit, even if the evidence was in its picture."""
-    sample, steps = trajectory.sample, trajectory.tool_steps
-    if len(reward.steps) != len(steps):
+    sample, steps = trajectory.sample, trajectory.tool_turns
+    if len(reward.scores) != len(steps):
         raise ValueError(
             f"sample {sample.id}: expected a score for each of {len(steps)} tool steps, got "
-            f"{len(reward.steps)}; rate with rewards.tapo, whatever the policy was trained with"
+            f"{len(reward.scores)}; rate with rewards.tapo, whatever the policy was trained with"
         )
     seen = [step.observation for step in steps]
     whole = area((0, 0, *sample.image.size))
@@ -172,7 +172,7 @@ def finding(trajectory: Trajectory, reward: Reward) -> Finding:
     return Finding(
         search=sample.kind == "search",
         correct=None if reward.answer is None else reward.answer > 0,
-        scores=tuple(score for o, score in zip(seen, reward.steps) if o.images),
+        scores=tuple(score for o, score in zip(seen, reward.scores) if o.images),
         calls=len(steps),
         failed=sum(map(failed, seen)),
         areas=tuple(area(box) / whole for box in crops),
@@ -285,18 +285,18 @@ CLAIM = re.compile(  # words that claim a look, taken or about to be taken
     r"|\bi(?:'ll| will)? (?:now )?(?:crop|zoom)\b|\.crop\(", re.IGNORECASE)  # fmt: skip
 
 
-def kinds_of(step: Step) -> set[str]:
+def kinds_of(step: Turn) -> set[str]:
     found = {kind for kind, pattern in KINDS.items() if re.search(pattern, step.code)}
     found |= {"crop"} if any(step.observation.boxes) else set()
     return found or {"other" if step.observation.images else "compute"}
 
 
 def use_of(t: Trajectory) -> Parts:
-    steps, whole = t.tool_steps, area((0, 0, *t.sample.image.size))
+    steps, whole = t.tool_turns, area((0, 0, *t.sample.image.size))
     seen, n, kinds = [step.observation for step in steps], len(steps), [*map(kinds_of, steps)]
     sources, bad = [source for o in seen for source in o.sources], [*map(failed, seen)]
     areas = [area(box) / whole for o in seen for box in o.boxes if box]
-    words = " ".join(re.sub(r"(?s)<code>.*?</code>", "", step.text) for step in t.steps)
+    words = " ".join(re.sub(r"(?s)<code>.*?</code>", "", step.text) for step in t.turns)
     return {
         **{f"{k} calls": one(n == k) for k in range(5)},
         "5 or more calls": one(n > 4),
@@ -379,11 +379,11 @@ def place_beside(box: Box, size: tuple[int, int], rng: Random) -> Box | None:
 
 def up_to(policy: Policy, t: Trajectory, i: int) -> Trajectory:
     """A copy that ends with the i-th turn of the policy, before the sandbox has replied to it."""
-    seen, end = [p for step in t.steps[:i] for p in step.observation.images], t.steps[i].end
+    seen, end = [p for step in t.turns[:i] for p in step.observation.images], t.turns[i].end
     pictures = t.images[: t.prompt_images + len(seen)]
     pictures = pictures or policy.pictures([t.sample.image, *seen])  # one from a file has none
-    steps = [*t.steps[:i], replace(t.steps[i], observation=None)]
-    return replace(t, ids=t.ids[:end], acted=t.acted[:end], images=pictures, steps=steps,
+    turns = [*t.turns[:i], replace(t.turns[i], observation=None)]
+    return replace(t, ids=t.ids[:end], acted=t.acted[:end], images=pictures, turns=turns,
                    answer=None, ended="")  # fmt: skip
 
 
@@ -395,7 +395,7 @@ def retell(
     confine = rules.limits, rules.allow_weak_sandbox
 
     def restore(sandbox: Sandbox, copy: Trajectory) -> None:  # later code may need its variables
-        for step in copy.steps:
+        for step in copy.turns:
             sandbox.run(step.code)
 
     def liar(sandbox: Sandbox, image: Image.Image, rng: Random) -> SimpleNamespace:
@@ -409,7 +409,7 @@ def retell(
         list(pool.map(restore, boxes, copies))
         for copy, sandbox, (t, i) in zip(copies, boxes, cases):
             image, rng = t.sample.image, Random(f"{seed} {name} {t.sample.id}")
-            told = lie(name, t.steps[i].observation, image, rng)
+            told = lie(name, t.turns[i].observation, image, rng)
             if listen(policy, copy, told, policy.pictures(told.images), rules):
                 live[id(copy)] = liar(sandbox, image, rng)
         if live:
@@ -417,13 +417,13 @@ def retell(
     return copies
 
 
-def thoughts(steps: Sequence[Step]) -> list[str]:
+def thoughts(steps: Sequence[Turn]) -> list[str]:
     """The words of some turns in lower case, without code, answer and tags."""
     hidden = r"(?s)<code>.*?(?:</code>|$)|<answer>.*?(?:</answer>|$)|</?think>"
     return " ".join(re.sub(hidden, " ", step.text) for step in steps).casefold().split()
 
 
-def actions(steps: Sequence[Step]) -> Counter:
+def actions(steps: Sequence[Turn]) -> Counter:
     """The boxes that code looked at, or the code itself if it is no crop: a multiset."""
     seen = ((step.observation.boxes, step.code.split()) for step in steps if step.observation)
     return Counter(str(boxes if any(boxes) else words) for boxes, words in seen)
@@ -450,7 +450,7 @@ def perturb(
     check_lies(names, rules.temperature)
     cases, units = [], defaultdict(lambda: defaultdict(list))
     for k, (t, reward) in enumerate(zip(trajectories, rewards, strict=True)):
-        shown = [i for i, s in enumerate(t.steps) if s.observation and s.observation.images]
+        shown = [i for i, s in enumerate(t.turns) if s.observation and s.observation.images]
         if shown and t.sample.kind == "search":
             cases.append((k, shown[0], finding(t, reward)))
     for wave in waves(policy, cases, rules):
@@ -473,8 +473,8 @@ def waves(policy: Policy, cases: Sequence, rules: Rules) -> Iterator[Sequence]:
 
 
 def changes(t: Trajectory, copy: Trajectory, i: int, found: Finding) -> Parts:
-    before, after = t.steps[i + 1 :], copy.steps[i + 1 :]
-    possible = not any(s.observation and s.observation.environment for s in copy.steps[i:])
+    before, after = t.turns[i + 1 :], copy.turns[i + 1 :]
+    possible = not any(s.observation and s.observation.environment for s in copy.turns[i:])
     graded = possible and found.correct is not None
     hit, miss = (graded and found.has_verdict and faithful(found) == x for x in (1, 0))
     clean, words = bool(found.correct), [(x.answer or "").casefold().split() for x in (t, copy)]
@@ -529,9 +529,9 @@ def demo() -> str:
     }
     plays = [hand_made(replace(sample, id=name), *seen, answer=answer)
              for name, (sample, answer, *seen) in cases.items()]  # fmt: skip
-    rewards = tapo(plays, BoxJudge(), Weights(), Random(0))
+    rewards = tapo(plays, BoxJudge(), Lambdas(), Random(0))
     findings = list(map(finding, plays, rewards))
-    lines = [(name, "correct" if f.correct else "wrong", f"step scores {list(r.steps)}")
+    lines = [(name, "correct" if f.correct else "wrong", f"step scores {list(r.scores)}")
              for name, f, r in zip(cases, findings, rewards)]  # fmt: skip
     counts = count(findings, draws=DRAWS)
     return "\n\n".join([grid(lines), listing(counts), cross_table(counts)])

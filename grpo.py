@@ -175,7 +175,7 @@ def micro_batches(rows: list[Row], row_tokens: int) -> Iterator[list[Row]]:
 CHUNK = 1024  # acted tokens whose logits exist at the same time
 
 
-class Scorer(nn.Module):
+class LogProbs(nn.Module):
     """Rows -> log pi(token | history) of their acted tokens, as the sampler had it: control tokens
     are forbidden and logits are divided by the temperature, here as there. Logits exist only for
     acted tokens and only CHUNK at a time: with Qwen's vocabulary those of 8,000 slots take 5 GB,
@@ -221,8 +221,8 @@ def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tupl
     # s_t of Eq. 3, what a token is chosen on: slot i may look at slot j.
     sees = before & (own | (segment == 0)[:, None, :])  # [B, L, L]
     device = policy.device
-    scorer = policy.scorer or Scorer(policy)
-    logp = scorer(
+    module = policy.sharded or LogProbs(policy)
+    logp = module(
         temperature=temperature,
         keep=torch.cat([b * L + row.keep for b, row in enumerate(rows)]).to(device),
         labels=torch.cat([row.labels for row in rows]).to(device),
@@ -239,7 +239,7 @@ def level(policy: Policy, batches: list[list[Row]]) -> list[list[Row]]:
     fetched by all processes together: one that made fewer passes, or left the vision tower out
     where others need it, would leave them waiting for ever. What is missing is made up by a blank
     row: a picture, and nothing to learn."""
-    if policy.scorer is None:
+    if policy.sharded is None:
         return batches
     picture = policy.pictures([Image.new("RGB", (56, 56))])
     blank = Trajectory(sample=None)
@@ -309,8 +309,8 @@ def learn(
     policy.model.train()
     weight, A_of = weight.to(policy.device), A_of.to(policy.device)
     batches = level(policy, batches)
-    old = scores(policy, batches, objective) if objective.updates > 1 else None
-    ref = scores(reference, batches, objective) if reference else None
+    old = log_probs_of(policy, batches, objective) if objective.updates > 1 else None
+    ref = log_probs_of(reference, batches, objective) if reference else None
     for _ in range(objective.updates):
         optimizer.zero_grad()
         sums = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction", "scored"), 0.0)
@@ -351,7 +351,7 @@ def learn(
 
 
 @torch.no_grad()
-def scores(policy: Policy, batches: list[list[Row]], objective: Objective) -> list[Tensor]:
+def log_probs_of(policy: Policy, batches: list[list[Row]], objective: Objective) -> list[Tensor]:
     return [log_probs(policy, batch, objective.temperature)[0] for batch in batches]  # [N] each
 
 

@@ -45,7 +45,7 @@ from PIL import Image
 from data import Sample
 from kit.answers import MAX_ANSWER, is_correct, is_open
 from kit.boxes import Box, area, recall
-from rollout import Step, Trajectory
+from rollout import Trajectory, Turn
 from sandbox import Observation
 
 
@@ -68,11 +68,11 @@ def format_error(trajectory: Trajectory) -> bool:
     """Fig. 9's format reward, by our rule: whole blocks, and one <answer> of at most MAX_ANSWER, in
     the last turn. A thought may span turns: public traces write code inside one long thought."""
     tags = []
-    for step in trajectory.steps:  # as letters: T opens a thought, t closes it; C c; A a
+    for step in trajectory.turns:  # as letters: T opens a thought, t closes it; C c; A a
         text = re.sub(r"(?s)(?<=<code>).*?(?=</code>)", "", step.text)  # strings are no tags
         found = re.findall(r"<(/?)(think|code|answer)>", text)
         tags.append("".join(tag[0] if slash else tag[0].upper() for slash, tag in found))
-    forged = any("<sandbox_output>" in step.text for step in trajectory.steps)  # the world's tag
+    forged = any("<sandbox_output>" in step.text for step in trajectory.turns)  # the world's tag
     well_formed = not forged and re.fullmatch(r"(T(Cc|\|)*t|Cc|\|)*Aa(Tt|Cc)*", "|".join(tags))
     return not well_formed or len(trajectory.answer or "") > MAX_ANSWER
 
@@ -111,7 +111,7 @@ class TwoJudges:
     concurrency: int
 
     def __call__(self, request: JudgeRequest) -> float | None:
-        return self.steps(request)
+        return self.turns(request)
 
 
 def judge_request(sample: Sample, seen: Observation) -> JudgeRequest:
@@ -152,16 +152,16 @@ class BoxJudge:
 # From steps to rewards
 
 
-def step_scores(trajectory: Trajectory, judge: Judge) -> tuple[float | None, ...]:
+def turn_scores(trajectory: Trajectory, judge: Judge) -> tuple[float | None, ...]:
     """One score for each of the tool steps, in order."""
     scores, shown = [], False
-    for step in trajectory.tool_steps:
-        scores.append(step_score(trajectory.sample, step.observation, judge, shown))
+    for step in trajectory.tool_turns:
+        scores.append(turn_score(trajectory.sample, step.observation, judge, shown))
         shown = shown or bool(step.observation.images)
     return tuple(scores)
 
 
-def step_score(
+def turn_score(
     sample: Sample, seen: Observation, judge: Judge, shown_before: bool = False
 ) -> float | None:
     """Eq. 6, one step: its score r_t = Judge(Q, o_t, metadata_t). (Eq. 3's r_t is a ratio.)
@@ -192,13 +192,13 @@ def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float
     A mean, so that five good crops never earn more than one. Its price: useless steps water down a
     red line, from -1 towards 0, though never above.
     """
-    pairs = zip(trajectory.tool_steps, scores, strict=True)
+    pairs = zip(trajectory.tool_turns, scores, strict=True)
     own = [score for step, score in pairs if not step.observation.environment]
     return None if None in own else sum(own) / max(len(own), 1)
 
 
 @dataclass(frozen=True)
-class Weights:
+class Lambdas:
     """The lambdas of Eq. 5, which has no lambda_fmt."""
 
     answer: float = 1.0  # lambda_acc
@@ -222,7 +222,7 @@ class Reward:
     answer: float | None  # 1 right, 0 wrong; None: the judge of open answers gave no verdict
     tools: float | None  # what this reward pays for tools, unweighted; None: no verdict
     format: float  # 0 well-formed, -1 not
-    steps: tuple[float | None, ...] = ()  # a score a tool step; () if the reward looks at none
+    scores: tuple[float | None, ...] = ()  # one a tool turn; () if the reward looks at none
     total: float | None = None  # None: no verdict; left out of the baseline, A = 0
 
     @property
@@ -244,44 +244,44 @@ def outcome(trajectory: Trajectory, judge: Judge) -> Reward:
     return Reward(answer, tools=0.0, format=-1.0 if format_error(trajectory) else 0.0)
 
 
-def weighted(r: Reward, weights: Weights, tools: float | None = 0.0, **more) -> Reward:
+def weighted(r: Reward, lambdas: Lambdas, tools: float | None = 0.0, **more) -> Reward:
     """Eq. 5: R = lambda_acc r_acc + lambda_tool r_tool, plus lambda_fmt r_fmt (Fig. 9)."""
-    own = weights.answer * r.right + weights.format * r.format
-    return r.paid(own + weights.tools * (tools or 0.0), tools, **more)
+    own = lambdas.answer * r.right + lambdas.format * r.format
+    return r.paid(own + lambdas.tools * (tools or 0.0), tools, **more)
 
 
 Group = list[Trajectory]  # the K rollouts of one question
 
 
-def tapo(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def tapo(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """Eq. 5, the answer and what the tools' outputs are worth on average:
 
     R = lambda_acc r_acc + lambda_tool r_tool + lambda_fmt r_fmt, with r_tool of Eq. 6 and the
-    constants of Weights: 1, 0.2 and 0.2. r_acc is 0 or 1, r_fmt 0 or -1."""
+    constants of Lambdas: 1, 0.2 and 0.2. r_acc is 0 or 1, r_fmt 0 or -1."""
     rewards = []
     for t in group:
-        steps = step_scores(t, judge)
-        rewards.append(weighted(outcome(t, judge), weights, tool_reward(t, steps), steps=steps))
+        scores = turn_scores(t, judge)
+        rewards.append(weighted(outcome(t, judge), lambdas, tool_reward(t, scores), scores=scores))
     return rewards
 
 
-def accuracy(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def accuracy(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """R = lambda_acc r_acc + lambda_fmt r_fmt: only the outcome counts."""
-    return [weighted(outcome(t, judge), weights) for t in group]
+    return [weighted(outcome(t, judge), lambdas) for t in group]
 
 
-def tool_bonus(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def tool_bonus(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """The naive bonus, for each of the n calls that ran, whatever it showed. A sum, no mean:
-    R = lambda_acc r_acc + lambda_tool n + lambda_fmt r_fmt, with the constants of Weights."""
-    ran = [tuple(float(ran_well(step.observation)) for step in t.tool_steps) for t in group]
+    R = lambda_acc r_acc + lambda_tool n + lambda_fmt r_fmt, with the constants of Lambdas."""
+    ran = [tuple(float(ran_well(step.observation)) for step in t.tool_turns) for t in group]
     both = zip(group, ran)
-    return [weighted(outcome(t, judge), weights, sum(steps), steps=steps) for t, steps in both]
+    return [weighted(outcome(t, judge), lambdas, sum(ones), scores=ones) for t, ones in both]
 
 
-def coin(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def random_reward(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """The null: R = 1 with chance 0.75, else 0, whatever the policy did. A change that training on
     it also brings is drift, no effect of a reward. The parts are reported, not paid."""
-    rewards = accuracy(group, judge, weights, rng)
+    rewards = accuracy(group, judge, lambdas, rng)
     return [replace(reward, total=float(rng.random() < 0.75)) for reward in rewards]
 
 
@@ -293,7 +293,7 @@ def ran_well(seen: Observation) -> bool:
 
 
 def score(
-    groups: list[Group], name: str, judge: Judge, weights: Weights, rng: Random,
+    groups: list[Group], name: str, judge: Judge, lambdas: Lambdas, rng: Random,
     answer_judge: Judge | None = None,
 ) -> list[list[Reward]]:  # fmt: skip
     """Rewards of all groups, by their name in REWARDS. A judge with a `concurrency` is asked about
@@ -304,14 +304,14 @@ def score(
         judge = TwoJudges(judge, answer_judge.same_answer, in_flight)
     coins = [Random(rng.getrandbits(64)) for _ in groups]  # drawn here: threads have no order
     with ThreadPoolExecutor(getattr(judge, "concurrency", 1)) as pool:
-        return list(pool.map(lambda g, coin: reward(g, judge, weights, coin), groups, coins))
+        return list(pool.map(lambda g, coin: reward(g, judge, lambdas, coin), groups, coins))
 
 
 def summary(groups: list[Group], rewards: list[list[Reward]]) -> dict[str, float]:
     """One training step in numbers. Means leave out what has no verdict; calls are per
     trajectory; a constant group teaches nothing; `environment` counts failures of ours."""
     flat = [reward for group in rewards for reward in group]
-    steps = [step for group in groups for trajectory in group for step in trajectory.tool_steps]
+    steps = [step for group in groups for trajectory in group for step in trajectory.tool_turns]
     totals = [[r.total for r in group if r.total is not None] or [0.0] for group in rewards]
 
     def mean(values: list) -> float:
@@ -331,15 +331,15 @@ def summary(groups: list[Group], rewards: list[list[Reward]]) -> dict[str, float
 
 
 # One group in; its rewards out, in the same order.
-REWARDS: dict[str, Callable[[Group, Judge, Weights, Random], list[Reward]]] = {
+REWARDS: dict[str, Callable[[Group, Judge, Lambdas, Random], list[Reward]]] = {
     "tapo": tapo,
     "accuracy": accuracy,
     "tool_bonus": tool_bonus,
-    "random": coin,
+    "random": random_reward,
 }
 
 
-def reward_named(name: str) -> Callable[[Group, Judge, Weights, Random], list[Reward]]:
+def reward_named(name: str) -> Callable[[Group, Judge, Lambdas, Random], list[Reward]]:
     """A reward of REWARDS, of beyond/rivals.py, or `my_file.my_reward` of one's own."""
     if name in REWARDS:
         return REWARDS[name]
@@ -623,11 +623,11 @@ class VerdictWatch:
 
 def hand_made(sample: Sample, *seen: Observation, answer: str | None) -> Trajectory:
     """A policy whose code showed these observations and that then answered, or ran out of turns."""
-    steps = [Step("<think>Look.</think><code>look()</code>", "look()", o, 0, 0) for o in seen]
+    turns = [Turn("<think>Look.</think><code>look()</code>", "look()", o, 0, 0) for o in seen]
     if answer is None:
-        return Trajectory(sample, steps=steps, ended="turns")
-    steps.append(Step(f"<think>Seen.</think><answer>{answer}</answer>", None, None, 0, 0))
-    return Trajectory(sample, steps=steps, answer=answer, ended="answered")
+        return Trajectory(sample, turns=turns, ended="turns")
+    turns.append(Turn(f"<think>Seen.</think><answer>{answer}</answer>", None, None, 0, 0))
+    return Trajectory(sample, turns=turns, answer=answer, ended="answered")
 
 
 def crop(sample: Sample, box: Box, **more) -> Observation:

@@ -19,7 +19,7 @@ Out         groups of Trajectories
 Left out    rewards (rewards.py); a decoding loop of our own (HF generate does it)
 Read next   rewards.py (what a trajectory earns), grpo.py (how it is learnt from)
 
-Shapes      B rows in play   L slots so far, padding included (see Table)   P patches   V token ids
+Shapes      B rows in play   L slots so far, padding included (see Batch)   P patches   V token ids
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from sandbox import Limits, Observation, Sandbox
 
 
 @dataclass
-class Step:
+class Turn:
     """One turn of the policy: an action a_t and, if it was code, its observation o_t (Eq. 2)."""
 
     text: str
@@ -74,12 +74,12 @@ class Trajectory:
     ids: list[int] = field(default_factory=list)
     acted: list[bool] = field(default_factory=list)
     images: list[Picture] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     prompt: int = 0  # ids[:prompt] are the prompt, shared by the whole group
     prompt_images: int = 0  # images[:prompt_images] stand in it
     answer: str | None = None
     ended: str = ""  # "answered", "turns", "length" or "no_action"
-    dice: str = ""  # the seed of its sampling (class Dice)
+    seed: str = ""  # of its sampling (class SeededSampling)
 
     def act(self, ids: list[int]) -> None:
         self.ids += ids
@@ -91,10 +91,10 @@ class Trajectory:
         self.images += piece.pictures
 
     @property
-    def tool_steps(self) -> list[Step]:
+    def tool_turns(self) -> list[Turn]:
         """T_tool of Eq. 6: the steps whose code went to the sandbox; failed and refused ones count
         (rewards.tool_reward leaves out failures of ours)."""
-        return [step for step in self.steps if step.observation is not None]
+        return [turn for turn in self.turns if turn.observation is not None]
 
 
 @dataclass(frozen=True)
@@ -156,19 +156,19 @@ class EndOfTurn(StoppingCriteria):
         return done
 
 
-class Dice(LogitsProcessor):
+class SeededSampling(LogitsProcessor):
     """Sampling that depends on the trajectory alone. The sampler of `generate` draws for a whole
     batch, so that a row's luck would hang on which rows it happens to sit with: on the size of a
     wave, on the number of processes, on whose program was slow. Here turn t of a trajectory draws
-    from (its dice, t): token number i is the first whose cumulated probability exceeds the i-th
+    from (its seed, t): token number i is the first whose cumulated probability exceeds the i-th
     draw. Scores become 1 from there on, else 0; generate takes the first of the highest."""
 
-    def __init__(self, table: Table, rules: Rules) -> None:
-        self.start, self.temperature = table.ids.shape[1], rules.temperature
-        seeds = [random.Random(f"{t.dice} {len(t.steps)}").getrandbits(63) for t in table.live]
+    def __init__(self, batch: Batch, rules: Rules) -> None:
+        self.start, self.temperature = batch.ids.shape[1], rules.temperature
+        seeds = [random.Random(f"{t.seed} {len(t.turns)}").getrandbits(63) for t in batch.live]
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]  # alike on every machine
         draws = [torch.rand(rules.max_new_tokens, generator=stream) for stream in streams]
-        self.draws = torch.stack(draws).to(table.ids.device)  # [B, max_new_tokens]
+        self.draws = torch.stack(draws).to(batch.ids.device)  # [B, max_new_tokens]
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # scores [B, V]
         p = (scores / self.temperature).softmax(-1, dtype=torch.float64)  # [B, V]
@@ -192,10 +192,10 @@ def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Te
 
 
 @dataclass
-class Table:
+class Batch:
     """Rows that speak at the same time, and all that their next turn needs. Of the L slots of ids
     and mask the cache holds the first C < L; the rest, and the pictures in it, are still to be
-    read. (A wave is as many groups as fit in memory; it starts as one table. A tail is what
+    read. (A wave is as many groups as fit in memory; it starts as one batch. A tail is what
     generate writes behind a row that stopped early.)"""
 
     ids: Tensor  # [B, L]
@@ -204,14 +204,14 @@ class Table:
     live: list[Trajectory]  # B
     unread: list[Picture] = field(default_factory=list)  # images the cache does not hold yet
 
-    def rows(self, keep: list[int]) -> Table:
+    def rows(self, keep: list[int]) -> Batch:
         if len(keep) == len(self.live):
             return self  # nobody leaves: no copy
         cache = DynamicCache()
         for i, layer in enumerate(self.cache.layers):
             cache.update(layer.keys[keep], layer.values[keep], i)
         live = [self.live[i] for i in keep]
-        return Table(self.ids[keep], self.mask[keep], cache, live)
+        return Batch(self.ids[keep], self.mask[keep], cache, live)
 
     def squeeze(self) -> None:
         """Drop dead cached slots, as many as every row has, once that is a fifth. Attention does
@@ -262,8 +262,8 @@ def play(
             for sample in samples[i : i + per_wave]:
                 prompt = encode_prompt(policy, sample)
                 check_fits(policy, sample, prompt, rules)
-                dice = [f"dice {seed} {sample.id} {k}" for k in range(rollouts)]
-                groups.append([begin(sample, prompt, own) for own in dice])
+                seeds = [f"dice {seed} {sample.id} {k}" for k in range(rollouts)]
+                groups.append([begin(sample, prompt, own) for own in seeds])
                 wave += groups[-1]
             sandboxes = {id(t): Sandbox(t.sample.image, *confine) for t in wave}
             try:
@@ -302,45 +302,45 @@ def _play_wave(
             if t.ended:
                 pool.submit(sandboxes.pop(id(t)).close)
 
-    # A queue of tables, each with the programs that its rows wait for.
-    tables: list[tuple[Table, list[Future]]] = [(_deal(policy, wave, rollouts, tally), [])]
-    while tables:
-        done = [all(f.done() for f in programs) for _, programs in tables]
+    # A queue of batches, each with the programs that its rows wait for.
+    batches: list[tuple[Batch, list[Future]]] = [(prefill(policy, wave, rollouts, tally), [])]
+    while batches:
+        done = [all(f.done() for f in programs) for _, programs in batches]
         if not any(done):
-            wait([f for _, own in tables for f in own if not f.done()], return_when=FIRST_COMPLETED)
+            wait([f for _, own in batches for f in own if not f.done()], return_when=FIRST_COMPLETED)
             continue
-        table, programs = tables.pop(done.index(True))
+        batch, programs = batches.pop(done.index(True))
         if programs:
             # Observe. Finished rows leave; the others get what their code showed.
             shown = [program.result() for program in programs]
-            pieces = [listen(policy, t, *s, rules) for t, s in zip(table.live, shown)]
+            pieces = [listen(policy, t, *s, rules) for t, s in zip(batch.live, shown)]
             stay = [row for row, piece in enumerate(pieces) if piece is not None]
-            leave(table.live)
+            leave(batch.live)
             if not stay:
                 continue
-            table = table.rows(stay)
-            table.squeeze()
-            table.observe([pieces[row] for row in stay], policy.pad_id)
+            batch = batch.rows(stay)
+            batch.squeeze()
+            batch.observe([pieces[row] for row in stay], policy.pad_id)
 
         # Act. One turn of every row; code starts to run at once, a thread per program.
         with stopwatch(tally, "decode"):
-            replies = _generate(policy, table, rules, tally)
-        codes = [speak(policy, t, reply) for t, reply in zip(table.live, replies)]
-        leave(table.live)
-        acting = {row: pool.submit(run, table.live[row], code)
+            replies = _generate(policy, batch, rules, tally)
+        codes = [speak(policy, t, reply) for t, reply in zip(batch.live, replies)]
+        leave(batch.live)
+        acting = {row: pool.submit(run, batch.live[row], code)
                   for row, code in enumerate(codes) if code is not None}  # fmt: skip
 
-        # A slow program delays its own row only: the quick ones go on as a table of their own.
+        # A slow program delays its own row only: the quick ones go on as a batch of their own.
         with stopwatch(tally, "sandbox"):
             wait(acting.values(), timeout=rules.patience)
         quick = [row for row, program in acting.items() if program.done()]
         slow = [row for row in acting if row not in quick]
         for part in filter(None, (quick, slow)):
-            tables.append((table.rows(part), [acting[row] for row in part]))
+            batches.append((batch.rows(part), [acting[row] for row in part]))
 
 
-def _deal(policy: Policy, wave: list[Trajectory], rollouts: int, tally: Counter) -> Table:
-    """The table before the next turn. `rollouts` neighbours share their history: it and its images
+def prefill(policy: Policy, wave: list[Trajectory], rollouts: int, tally: Counter) -> Batch:
+    """The batch before the next turn. `rollouts` neighbours share their history: it and its images
     are encoded once, then the cache is copied. Of each history the last token stays unread:
     generate starts there."""
     first = wave[::rollouts]
@@ -357,38 +357,38 @@ def _deal(policy: Policy, wave: list[Trajectory], rollouts: int, tally: Counter)
     tally["images"] += len(pictures)
     cache.batch_repeat_interleave(rollouts)
     ids, mask = (x.repeat_interleave(rollouts, 0) for x in (ids, mask))
-    return Table(ids, mask, cache, wave)
+    return Batch(ids, mask, cache, wave)
 
 
-def _generate(policy: Policy, table: Table, rules: Rules, tally: Counter) -> list[list[int]]:
-    """One turn of every row: its new ids. They are appended to the table; rows that stopped early
+def _generate(policy: Policy, batch: Batch, rules: Rules, tally: Counter) -> list[list[int]]:
+    """One turn of every row: its new ids. They are appended to the batch; rows that stopped early
     carry pads behind, and mask 0 hides those from all that follows."""
-    start = table.ids.shape[1]
+    start = batch.ids.shape[1]
     config = GenerationConfig(
-        do_sample=False, repetition_penalty=1.0, use_cache=True,  # sampling: Dice
+        do_sample=False, repetition_penalty=1.0, use_cache=True,  # sampling: SeededSampling
         suppress_tokens=policy.forbidden, max_new_tokens=rules.max_new_tokens,
         pad_token_id=policy.pad_id, eos_token_id=policy.end_id, return_dict_in_generate=True,
     )  # fmt: skip
-    grids = [picture.grid for t in table.live for picture in t.images]
+    grids = [picture.grid for t in batch.live for picture in t.images]
     # generate() fills what a GenerationConfig leaves unset from the model's own, and released
     # checkpoints carry near-greedy values and a repetition penalty there. So: none of its own.
     own, policy.model.generation_config = policy.model.generation_config, GenerationConfig()
     output = policy.model.generate(
-        input_ids=table.ids, attention_mask=table.mask, cache=table.cache,
-        position_ids=policy.positions(table.ids, table.mask, grids),
-        generation_config=config, logits_processor=[Dice(table, rules)] * (rules.temperature > 0),
+        input_ids=batch.ids, attention_mask=batch.mask, cache=batch.cache,
+        position_ids=policy.positions(batch.ids, batch.mask, grids),
+        generation_config=config, logits_processor=[SeededSampling(batch, rules)] * (rules.temperature > 0),
         stopping_criteria=StoppingCriteriaList([EndOfTurn(policy, start)]),
-        synced_gpus=False, **policy.model_images(table.unread),
+        synced_gpus=False, **policy.model_images(batch.unread),
     )  # fmt: skip
     policy.model.generation_config = own  # an export keeps it
     new = output.sequences[:, start:]  # [B, longest turn]
     alive = new != policy.pad_id  # forbidden to the policy: generate writes it behind a stop
     lengths = alive.sum(1).tolist()
-    tally["prefilled_tokens"] += sum(len(t.ids) - t.steps[-1].end for t in table.live if t.steps)
+    tally["prefilled_tokens"] += sum(len(t.ids) - t.turns[-1].end for t in batch.live if t.turns)
     tally["generated_tokens"] += sum(lengths)
-    tally["images"] += len(table.unread)
-    table.unread = []
-    table.ids, table.mask = output.sequences, torch.cat([table.mask, alive.long()], 1)
+    tally["images"] += len(batch.unread)
+    batch.unread = []
+    batch.ids, batch.mask = output.sequences, torch.cat([batch.mask, alive.long()], 1)
     return [row[:n] for row, n in zip(new.tolist(), lengths)]
 
 
@@ -415,15 +415,15 @@ def rows_that_fit(policy: Policy, rules: Rules) -> int:
     return int(budget // (slot * rules.max_length))
 
 
-def begin(sample: Sample, prompt: Encoded, dice: str = "") -> Trajectory:
-    trajectory = Trajectory(sample, dice=dice)
+def begin(sample: Sample, prompt: Encoded, seed: str = "") -> Trajectory:
+    trajectory = Trajectory(sample, seed=seed)
     trajectory.observe(prompt)
     trajectory.prompt, trajectory.prompt_images = len(prompt.ids), len(prompt.pictures)
     return trajectory
 
 
 def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | None:
-    """The policy acted: a_t, drawn by Dice. Returns the code to run; None if there is none and the
+    """The policy acted: a_t, drawn by SeededSampling. Returns the code to run; None if there is none and the
     episode is over."""
     start = len(trajectory.ids)
     trajectory.act(reply)
@@ -435,7 +435,7 @@ def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | Non
     elif code is None:
         stopped = closed or "</code>" in text or "</answer>" in text  # by a lone closing tag
         trajectory.ended = "no_action" if stopped else "length"
-    trajectory.steps.append(Step(text, code, None, start, len(trajectory.ids)))
+    trajectory.turns.append(Turn(text, code, None, start, len(trajectory.ids)))
     return code
 
 
@@ -444,8 +444,8 @@ def listen(
 ) -> Encoded | None:
     """The world replied: o_t. Returns the piece that was appended, or None if the episode is over:
     it was the last turn, or the piece would not fit (it is then absent as a whole, never cut)."""
-    trajectory.steps[-1].observation = seen
-    if len(trajectory.steps) == rules.turns:
+    trajectory.turns[-1].observation = seen
+    if len(trajectory.turns) == rules.turns:
         trajectory.ended = "turns"
         return None
     closed = trajectory.ids[-1] == policy.end_id

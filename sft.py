@@ -206,7 +206,7 @@ def thyme_trajectory(
         seen = Observation(output.replace("<image>", ""), images[taken : taken + n])
         taken += n
         pictures = policy.pictures(seen.images) if pixels else [*map(policy.outline, seen.images)]
-        trajectory.steps[-1].observation = seen
+        trajectory.turns[-1].observation = seen
         trajectory.observe(encode_observation(policy, seen, pictures, False, rules.max_log_chars))
     if trajectory.answer is None or format_error(trajectory):
         raise Bad("response", f"its tags do not close in order, one answer last: ...{text[-60:]!r}")
@@ -214,7 +214,7 @@ def thyme_trajectory(
         raise Bad("response", f"{len(trajectory.ids)} tokens, --max-length {rules.max_length}")
     rounds = TRAIN_ROUNDS[train_rounds] if len(shown) > 1 else None
     if rounds:  # the turns before are read, like a prompt, and not learnt
-        start, end = trajectory.prompt, trajectory.steps[-rounds].start
+        start, end = trajectory.prompt, trajectory.turns[-rounds].start
         trajectory.acted[start:end] = [False] * (end - start)
     return trajectory
 

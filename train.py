@@ -50,7 +50,7 @@ from transformers.utils.logging import disable_progress_bar
 from data import Sample, demonstrations, load_rl, toy_questions
 from evaluate import Unusable, curves, evaluate, load_toy, report, table
 from faithfulness import rates
-from grpo import ADVANTAGES, LOSS_AVERAGES, Objective, Row, Scorer, learn, micro_batches
+from grpo import ADVANTAGES, LOSS_AVERAGES, LogProbs, Objective, Row, learn, micro_batches
 from kit.flags import flag, knob
 from kit.folder import Run, read_json, read_state, write_json
 from kit.processes import actor_of, gathered, merged, mine, parts, processes, shard, sync
@@ -60,9 +60,9 @@ from rewards import (
     BoxJudge,
     ChatJudge,
     Judge,
+    Lambdas,
     Reward,
     VerdictWatch,
-    Weights,
     reward_named,
     score,
     summary,
@@ -265,7 +265,7 @@ def check(config: Config) -> None:
                          f"--max-length {config.max_length}")  # fmt: skip
     if (tracker := config.tracker) != "none" and importlib.util.find_spec(tracker) is None:
         raise ValueError(f"--tracker {tracker} needs a package: pip install {tracker}")
-    weights(config)
+    lambdas(config)
     reward_named(config.reward)
 
 
@@ -295,9 +295,8 @@ def held_back(config: Config, n: int) -> int:
     return min(config.eval_questions, max(1, n // 10))
 
 
-def weights(config: Config) -> Weights:
-    lambdas = dict(answer=config.lambda_acc, tools=config.lambda_tool, format=config.lambda_fmt)
-    return shared(config, Weights, **lambdas)
+def lambdas(config: Config) -> Lambdas:
+    return Lambdas(config.lambda_acc, config.lambda_tool, config.lambda_fmt)
 
 
 def rules(config: Config) -> Rules:
@@ -368,14 +367,14 @@ def opened(
     """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
     The policy learns, in fp32, cut over all processes; the actor, a whole copy, plays."""
     gc.collect()  # frees the last stage's policy, whose hooks refer to each other
-    with run.clock("load"):
+    with run.phase("load"):
         policy = load_policy(start, device, config.max_pixels or None)
         if config.freeze_vision in (stage, "both"):
             freeze_vision(policy)
         actor = actor_of(policy)
         if config.activation_checkpointing:
             policy.model.activation_checkpointing_enable()
-        shard(policy, Scorer(policy))
+        shard(policy, LogProbs(policy))
         learnt = [p for p in policy.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(learnt, lr, betas, weight_decay=0.0)
         if run.state["checkpoint"]:
@@ -415,7 +414,7 @@ def measure_policy(
 
     out: the folder of a stage's episodes; those that it holds of this policy are not played again.
     every: without `out`, amid training, one question of so many."""
-    with run.clock("evaluation"):
+    with run.phase("evaluation"):
         several = {}
         yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)
         if run.n > 1 and out:  # each process plays its part of the questions
@@ -472,7 +471,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> World:
     check_prompts(config, policy, world.measured)  # before hours of imitation
     steps = config.sft_steps
     if steps:
-        with run.clock("demonstrations"):
+        with run.phase("demonstrations"):
             rows, held_out = demonstration_rows(run, config, policy)
         batch = min(config.sft_batch, len(rows))
         order = shuffled(len(rows), batch, config.seed)
@@ -497,7 +496,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> World:
         if (i + 1) % config.save_every == 0:
             run.save(policy, optimizer, i + 1)
 
-    with run.clock("sft"):
+    with run.phase("sft"):
         imitate(policy, optimizer, batches_of, range(run.state["step"], steps), rate, after)
     sync(policy, actor)
     metrics = measure_policy(run, config, world, actor, out=run.folder / "sft-episodes")
@@ -510,7 +509,7 @@ def reference_of(config: Config, sft: Path, device: torch.device) -> Policy | No
     if not compared(config):
         return None
     reference = load_policy(sft, device, config.max_pixels or None)
-    shard(reference, Scorer(reference))
+    shard(reference, LogProbs(reference))
     return reference
 
 
@@ -520,7 +519,7 @@ def report_step(run, config, world, step, groups, rewards, learnt, tally, second
     counts = Counter({k: v for k, v in tally.items() if not k.endswith("_seconds")})
     judged = rewards  # faithfulness is measured by tapo's step scores, whatever is paid for
     if config.reward != "tapo":
-        judged = score(groups, "tapo", world.judge, weights(config), random.Random(0))
+        judged = score(groups, "tapo", world.judge, lambdas(config), random.Random(0))
     if run.n > 1:
         own = ([[light(t) for t in group] for group in groups], rewards, judged)
         groups, rewards, judged = (merged(gathered(x)) for x in own)
@@ -528,7 +527,7 @@ def report_step(run, config, world, step, groups, rewards, learnt, tally, second
     played, flat = ([x for group in nested for x in group] for nested in (groups, judged))
     seen = rates(played, flat)
     line = {"stage": "rl", "step": step} | summary(groups, rewards) | learnt
-    line["useful_calls"] = sum((s or 0) > 0 for r in flat for s in r.steps) / len(flat)
+    line["useful_calls"] = sum((s or 0) > 0 for r in flat for s in r.scores) / len(flat)
     line |= {name: seen[name] for name in ("tool_use", "faithful", "crop_area", "error_rate")}
     line |= counts
     shown = ("reward", "answer", "tools", "tool_use", "faithful", "calls", "kl", "grad_norm")
@@ -547,7 +546,7 @@ def transcript(trajectory: Trajectory, reward: Reward) -> str:
     sample = trajectory.sample
     lines = [f"{sample.id}, {sample.kind}, {sample.image.width} x {sample.image.height} pixels",
              sample.question, *sample.options]  # fmt: skip
-    for step in trajectory.steps:
+    for step in trajectory.turns:
         lines += ["", "--- policy", step.text]
         if step.observation is not None:
             seen = step.observation
@@ -565,14 +564,14 @@ def light(trajectory: Trajectory) -> Trajectory:
     def outline(image) -> SimpleNamespace:
         return SimpleNamespace(size=image.size, width=image.width, height=image.height)
 
-    sample, steps = copy.copy(trajectory.sample), []
+    sample, turns = copy.copy(trajectory.sample), []
     object.__setattr__(sample, "image", outline(sample.image))
-    for step in trajectory.steps:
-        seen = step.observation
+    for turn in trajectory.turns:
+        seen = turn.observation
         if seen is not None:
             seen = replace(seen, images=[outline(image) for image in seen.images])
-        steps.append(replace(step, observation=seen))
-    return replace(trajectory, sample=sample, steps=steps, images=[])
+        turns.append(replace(turn, observation=seen))
+    return replace(trajectory, sample=sample, turns=turns, images=[])
 
 
 def finish(run: Run, config: Config, world: World, policy: Policy, actor: Policy, optimizer) -> None:
@@ -641,14 +640,14 @@ def main(config: Config) -> None:
         questions = world.questions(step)
 
         # 1. Act. K rollouts of every question, tool calls and all.           rollout.py, Eq. 2
-        with run.clock("act"):
+        with run.phase("act"):
             sync(policy, actor)
             groups = play(actor, questions, config.rollouts, rules(config), tally)
 
         # 2. Judge. Was it right, and did the tools show the evidence?        rewards.py, Eqs. 5, 6
-        with run.clock("judge"):
+        with run.phase("judge"):
             rng = random.Random(f"reward {key}")
-            rewards = score(groups, config.reward, world.judge, weights(config), rng)
+            rewards = score(groups, config.reward, world.judge, lambdas(config), rng)
             watch(merged(gathered(rewards)), world.judge)
 
         # 3. Compare. Each rollout against the others of its own question.    grpo.py
@@ -659,7 +658,7 @@ def main(config: Config) -> None:
         # 4. Learn. One clipped step towards the better rollouts.             grpo.py, Eqs. 1, 3, 4
         for group in optimizer.param_groups:
             group["lr"] = config.rl_lr * min(1.0, (step + 1) / 5)  # warm-up over five steps
-        with run.clock("learn"):
+        with run.phase("learn"):
             learnt = learn(policy, optimizer, groups, advantage, reference, objective(config))
             optimizer.zero_grad()  # the next KV cache needs the memory of the gradients
 

@@ -35,8 +35,8 @@ from faithfulness import (
 )
 from kit.boxes import Box
 from kit.tables import read_image
-from rewards import BoxJudge, ChatJudge, Judge, Reward, step_score
-from rollout import Step, Trajectory
+from rewards import BoxJudge, ChatJudge, Judge, Reward, turn_score
+from rollout import Trajectory, Turn
 from sandbox import Observation
 
 # Trajectories of other agents
@@ -66,7 +66,7 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
     image, kind = read_image(line["image"], folder), line.get("kind", "search")
     boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
     sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
-    steps, scores = [], []
+    turns, scores = [], []
     for number, step in enumerate(line["steps"], start=1):
         check(step, STEP, [], f"step {number}")
         error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
@@ -76,13 +76,13 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
             seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
         if "score" not in step:  # a BoxJudge cannot see a picture without a box
             blind = seen.boxes == [None] and isinstance(judge, BoxJudge)
-            step["score"] = None if blind else step_score(sample, seen, judge)
+            step["score"] = None if blind else turn_score(sample, seen, judge)
         elif not 0 <= (step["score"] or 0) <= 1:
             raise ValueError(f"step {number} has score {step['score']}: expected one from 0 to 1")
         scores.append(step["score"])
-        steps.append(Step(step.get("text", ""), step.get("code", ""), seen, 0, 0))
-    steps.append(Step(line.get("text", ""), None, None, 0, 0))
-    trajectory = Trajectory(sample, steps=steps, answer=line["answer"], ended="answered")
+        turns.append(Turn(step.get("text", ""), step.get("code", ""), seen, 0, 0))
+    turns.append(Turn(line.get("text", ""), None, None, 0, 0))
+    trajectory = Trajectory(sample, turns=turns, answer=line["answer"], ended="answered")
     return trajectory, Reward(float(line["correct"]), None, 0.0, tuple(scores), None)
 
 

@@ -97,7 +97,7 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5
         there = round(x0 * W / w), round(y0 * H / h), round(x1 * W / w), round(y1 * H / h)
         looks = degenerate_looks(sample, there, rng)
         asked += [(name, judge_request(sample, seen)) for name, seen in looks.items()]
-    steps = [(t.sample, step.observation) for t in labelled for step in t.tool_steps]
+    steps = [(t.sample, step.observation) for t in labelled for step in t.tool_turns]
     asked += [("", judge_request(sample, seen)) for sample, seen in steps if any(seen.boxes)]
 
     names, requests = zip(*asked)

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from evaluate import COLORS, MARKERS, ROWS, Episodes, _publish, make_folder, spread, table
+from evaluate import COLORS, LABELS, MARKERS, Episodes, _publish, make_folder, spread, table
 
 
 def compare(columns: dict[str, dict], path: Path) -> None:
     """Several runs in one figure: a row for each rate, a mark for each run."""
     measured = {name for metrics in columns.values() for name in metrics} - {"n", "ungraded"}
-    labels = {name: label for name, label in ROWS.items() if name in measured}
+    labels = {name: label for name, label in LABELS.items() if name in measured}
     size = 8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()

@@ -24,7 +24,7 @@ from beyond.audit import kappa
 from faithfulness import DRAWS, Rate, add_up, is_right, lie, listing, one, question_of, up_to, waves
 from grpo import Objective, group_row, group_rows, log_probs
 from kit.qwen import Encoded, Policy
-from rewards import Judge, Reward, Weights, tapo
+from rewards import Judge, Lambdas, Reward, tapo
 from rollout import Rules, Trajectory, begin, encode_observation, play_on
 from sandbox import Observation
 
@@ -37,7 +37,7 @@ def agreement(
     would always agree. Calls that showed no picture, or crossed a red line, were not judged."""
     table: Counter[tuple[bool, bool] | None] = Counter()
     for t, one, two in zip(trajectories, first, second, strict=True):
-        for step, *pair in zip(t.tool_steps, one.steps, two.steps, strict=True):
+        for step, *pair in zip(t.tool_turns, one.scores, two.scores, strict=True):
             if step.observation.images and -1.0 not in pair:
                 table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
     cells = [table[a, b] for a in (True, False) for b in (True, False)]
@@ -50,9 +50,9 @@ def agreement(
 
 def answer_now(policy: Policy, t: Trajectory, i: int) -> Trajectory:
     """A copy that keeps the thought of its i-th turn, and must answer where the code began."""
-    copy, words = up_to(policy, t, i), t.steps[i].text.split("<code>")[0]
+    copy, words = up_to(policy, t, i), t.turns[i].text.split("<code>")[0]
     words += "</think>" * (words.count("<think>") - words.count("</think>")) + "<answer>"
-    del copy.ids[t.steps[i].start :], copy.acted[t.steps[i].start :], copy.steps[i:]
+    del copy.ids[t.turns[i].start :], copy.acted[t.turns[i].start :], copy.turns[i:]
     copy.observe(policy.encode(words, []))
     return copy
 
@@ -66,12 +66,12 @@ def without_tools(
     once = replace(rules, turns=1, temperature=0.0)
     for wave in waves(policy, range(len(trajectories)), rules):
         played = [trajectories[k] for k in wave]
-        direct = [answer_now(policy, t, 0) if t.tool_steps else t for t in played]
+        direct = [answer_now(policy, t, 0) if t.tool_turns else t for t in played]
         cut = [d for d, t in zip(direct, played) if d is not t]
         if cut:
             play_on(policy, cut, {id(t): refusing for t in cut}, once)
         for t in cut:
-            answer, closed, _ = t.steps[-1].text.partition("</answer>")  # (answer_now opened it)
+            answer, closed, _ = t.turns[-1].text.partition("</answer>")  # (answer_now opened it)
             t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")
         yield from direct
 
@@ -106,11 +106,11 @@ def evidence(
     units = []
     for t, reward in zip(trajectories, rewards, strict=True):
         rng = Random(f"{seed} {t.sample.id}")
-        calls = [i for i, step in enumerate(t.steps) if step.observation]
-        for i, score in zip(calls, reward.steps, strict=True):
+        calls = [i for i, step in enumerate(t.turns) if step.observation]
+        for i, score in zip(calls, reward.scores, strict=True):
             if t.sample.kind != "search":
                 continue
-            seen, gain, decision = t.steps[i].observation, 0.0, 0.0
+            seen, gain, decision = t.turns[i].observation, 0.0, 0.0
             others = [lie("random", seen, t.sample.image, rng) for _ in range(crops)]
             measured = bool(seen.images) and not any(o.environment for o in (seen, *others))
             if measured:
@@ -161,7 +161,7 @@ def studies(
     agree; with a policy, whether its tools were needed and used."""
     found: dict = {}
     if second:
-        theirs = [tapo([t], second, Weights(), Random(0))[0] for t in episodes]
+        theirs = [tapo([t], second, Lambdas(), Random(0))[0] for t in episodes]
         cells, agree, kappa = agreement(episodes, rewards, theirs)
         found["judges"] = {"agree": agree, "kappa": kappa}
         print(f"boxes and judge agree: {agree}, kappa {kappa}; (boxes, judge): {dict(cells)}\n")

@@ -32,7 +32,7 @@ from data import Sample, load_rl
 from kit.qwen import Policy
 from kit.schemas import KINDS, cell_of, named
 from kit.tables import Rows, Usable, image_bytes, read_rows
-from rewards import BoxJudge, ChatJudge, Weights, score
+from rewards import BoxJudge, ChatJudge, Lambdas, score
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sft import load_thyme
 
@@ -79,7 +79,7 @@ def by_difficulty(
     def ask(asked: list[Sample]) -> list[dict | None]:
         torch.manual_seed(0)  # play draws from it and the sample's id: batches do not matter
         groups = play(policy, asked, n, rules)
-        graded = score(groups, "accuracy", BoxJudge(), Weights(), random.Random(0), answer_judge)
+        graded = score(groups, "accuracy", BoxJudge(), Lambdas(), random.Random(0), answer_judge)
         told = [[reward.answer for reward in group] for group in graded]
         return [None if None in of_one else {"right": int(sum(of_one))} for of_one in told]
 
@@ -179,7 +179,7 @@ def write_sieved(out: Path, samples: Usable, rows: Rows, verdicts: list[Verdict]
     with pq.ParquetWriter(part := out.with_suffix(".part"), schema) as writer:
         for start in range(0, len(places["keep"]), 50):  # few pictures are in memory at a time
             lines = [line(k) for k in places["keep"][start : start + 50]]
-            writer.write_table(pa.Table.from_pylist(lines, schema))
+            writer.write_table(pa.Batch.from_pylist(lines, schema))
     os.replace(part, out)
     text = f"keep: {len(places.pop('keep'))}\n"
     for word, others in places.items():
@@ -204,7 +204,7 @@ def describe(where: str, policy: Policy | None, rules: Rules) -> str:
             raise ValueError("demonstrations are read by their tokens: give --model")
         usable, _ = load_thyme(policy, where, "all", rules)
         played = (usable.make(k, pixels=False) for k in usable.keys)
-        items = ((t.sample, len(t.ids), len(t.steps) - 1) for t in played)
+        items = ((t.sample, len(t.ids), len(t.turns) - 1) for t in played)
     else:
         encode = policy and (lambda s: encode_prompt(policy, s, pixels=False))
         fits = policy and (lambda s: check_fits(policy, s, encode(s), rules))

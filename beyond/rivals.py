@@ -17,25 +17,25 @@ from random import Random
 from statistics import fmean
 
 from kit.answers import BOXED, CUE, final_answer, read_choice, same_answer
-from rewards import Group, Judge, Reward, Weights, judge_request, outcome, ran_well
+from rewards import Group, Judge, Lambdas, Reward, judge_request, outcome, ran_well
 from rollout import Trajectory
 from sandbox import Observation
 
 # What other papers pay for: formulas and constants as their released code has them, where no other
-# source is named. `weights` is not used. What else differs (KL, deviation of a group, K, masking)
+# source is named. `lambdas` is not used. What else differs (KL, deviation of a group, K, masking)
 # is a flag of train.py. r_acc is 1 or 0 and r_fmt 0 or -1, both by the rules above, failures of our
 # own sandbox are no calls, and "math" is a question that needs no search: these rules are ours.
 
 
 def programs(trajectory: Trajectory) -> list[Observation]:
-    return [s.observation for s in trajectory.tool_steps if not s.observation.environment]
+    return [s.observation for s in trajectory.tool_turns if not s.observation.environment]
 
 
 def contradicts(trajectory: Trajectory) -> bool:
     """Do the last 500 characters of thought conclude on another answer than the one given?
     Thyme and FaithEyes put this to a model. Our rule reads conclusions that call themselves one
     ("the answer is", a \\boxed{}); thoughts that conclude nothing contradict nothing."""
-    said = "\n".join(step.text for step in trajectory.steps)
+    said = "\n".join(step.text for step in trajectory.turns)
     said = re.sub(r"(?s)<code>.*?(</code>|$)|<answer>.*?(</answer>|$)|</?think>", " ", said)[-500:]
     if trajectory.answer is None or not (CUE.match(said) or BOXED.search(said)):
         return False
@@ -45,7 +45,7 @@ def contradicts(trajectory: Trajectory) -> bool:
     return not (a == b if a and b else same_answer(trajectory.answer, conclusion))
 
 
-def thyme(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def thyme(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """Thyme, arXiv:2508.11630: R = r_res + 0.5 r_cons 1[r_res > 0] + 0.5 (1 + r_fmt).
 
     r_res is 1 right, -1 wrong, 0 no answer; r_cons is 1 unless the thoughts contradict the answer.
@@ -59,7 +59,7 @@ def thyme(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Rew
     return rewards
 
 
-def deepeyes(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def deepeyes(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """DeepEyes, arXiv:2505.14362: R = 0.8 r_acc + 0.2 r_fmt + 1.2 1[right, and a tool returned an
     image], a bonus blind to what the image shows. Math: 1.2 r_acc + 0.4 r_fmt, no bonus."""
     rewards = []
@@ -73,7 +73,7 @@ def deepeyes(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[
     return rewards
 
 
-def pixel_reasoner(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def pixel_reasoner(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """Pixel-Reasoner, arXiv:2505.15966:
     R = r_acc + 1[n > 0] (0.25 max(0.3 - RaPR, 0) / (2 RaPR) - 0.05 (n - 1)).
 
@@ -89,7 +89,7 @@ def pixel_reasoner(group: Group, judge: Judge, weights: Weights, rng: Random) ->
     return rewards
 
 
-def codedance(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def codedance(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """CodeDance, arXiv:2512.17312. Hard questions pay for calls, easy ones charge for them:
 
     R = S + (1.5 if right, else 0.5) d N_ok / N, where S = r_acc + 0.2 r_fmt and
@@ -110,14 +110,14 @@ def codedance(group: Group, judge: Judge, weights: Weights, rng: Random) -> list
     return rewards
 
 
-def pyvision(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def pyvision(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """PyVision-RL, arXiv:2602.20739: R = r_acc + 1[right] 0.1 n, n the turns with a call, also with
     one that failed."""
     parts = [(outcome(t, judge), len(programs(t))) for t in group]
     return [r.paid(r.right + 0.1 * n * r.right, float(n * r.right)) for r, n in parts]
 
 
-def adatooler(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def adatooler(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """AdaTooler-V, arXiv:2512.16918: R = r_acc + 0.6 dS exp(-2 ((n - 6) / 6)^2), n calls ran.
 
     dS is what tools gain on this question: accuracy with calls less accuracy without. Theirs is
@@ -134,7 +134,7 @@ def adatooler(group: Group, judge: Judge, weights: Weights, rng: Random) -> list
     return rewards
 
 
-def faitheyes(group: Group, judge: Judge, weights: Weights, rng: Random) -> list[Reward]:
+def faitheyes(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """FaithEyes, arXiv:2607.28225: R = r_acc + 0.2 r_fmt - 0.2 1[thoughts contradict the answer]
     + 0.2 1[n > 0] max(0, 1 - (n_failed + n_rejected) / n) - 0.2 1[cut off].
 

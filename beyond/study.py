@@ -27,7 +27,7 @@ from statistics import fmean
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from evaluate import COLORS, LINES, ROWS, make_folder, measure, read_trajectories
+from evaluate import COLORS, LABELS, LINES, make_folder, measure, read_trajectories
 
 # The study: what does each reward teach?
 
@@ -213,7 +213,7 @@ def rewards_markdown(found: dict) -> str:
 
     for world, rewards in found["table"].items():
         lines += [f"{world.capitalize()} (`--shortcut {WORLDS[world]}`):", ""]
-        head("", "seeds", *(ROWS[name] for name in SHOWN))
+        head("", "seeds", *(LABELS[name] for name in SHOWN))
         for reward in (name for name in TOLD if name in rewards):
             cells = [[v for v in rewards[reward][name] if v is not None] for name in SHOWN]
             texts = [f"{fmean(c):.2f} ({min(c):.2f}–{max(c):.2f})" if c else "" for c in cells]
@@ -234,7 +234,7 @@ def rewards_markdown(found: dict) -> str:
     swept = [r for r in ours if (r["world"], r["seed"]) == (HOME, 0)]
     if len(swept) > 1:
         lines += ["", f"TAPO with other weights of what tools showed ({HOME}, seed 0):", ""]
-        head("λ_tool", *(ROWS[name] for name in SHOWN[:-1]))
+        head("λ_tool", *(LABELS[name] for name in SHOWN[:-1]))
         for run in sorted(swept, key=lambda run: run["lambda_tool"]):
             texts = [f"{run['end'][name]:.2f}" for name in SHOWN[:-1]]
             lines.append(f"| {run['lambda_tool']} | {' | '.join(texts)} |")

@@ -19,8 +19,8 @@ from random import Random
 from beyond.audit import markdown
 from beyond.rivals import RIVALS
 from data import GRID, SIZE, TEXTURES, Sample, cell_box, draw_scene, parse, search_sample
-from rewards import REWARDS, BoxJudge, Weights, reward_named, step_scores
-from rollout import Step, Trajectory
+from rewards import REWARDS, BoxJudge, Lambdas, reward_named, turn_scores
+from rollout import Trajectory, Turn
 from sandbox import Sandbox
 
 # The hacking zoo: what pays, and for whom
@@ -79,7 +79,7 @@ def act_out(sample: Sample, turns: list[str]) -> Trajectory:
         for text in turns:
             code, answer = parse(text, closed=True)
             seen = None if code is None else sandbox.run(code)
-            t.steps.append(Step(text, code, seen, 0, 0))
+            t.turns.append(Turn(text, code, seen, 0, 0))
             if answer is not None:
                 t.answer, t.ended = answer, "answered"
     return t
@@ -93,11 +93,11 @@ def zoo_table(played: dict[str, Trajectory]) -> str:
     names = [name for name in (*REWARDS, *RIVALS) if name != "random"]
 
     def pays(name: str, t: Trajectory) -> float:
-        return reward_named(name)([t, *others], BoxJudge(), Weights(), Random(0))[0].total
+        return reward_named(name)([t, *others], BoxJudge(), Lambdas(), Random(0))[0].total
 
     rows = []
     for case, t in played.items():
-        steps = step_scores(t, BoxJudge())
+        steps = turn_scores(t, BoxJudge())
         honest = played["the right crop" if max(steps, default=0) > 0 else "a guess"]
         row = [case, " ".join(f"{step:g}" for step in steps) or "none"]
         for name in names:

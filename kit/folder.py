@@ -130,7 +130,7 @@ class Run:
         return [line for line in lines if line["stage"] == stage]
 
     @contextmanager
-    def clock(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         """Time a part of the story, which all processes begin together: one that does not come
         within --timeout is named. An error inside is told with its process, part and step."""
         began, before, self.doing = time.perf_counter(), self.doing, name
@@ -176,7 +176,7 @@ class Run:
         name = f"checkpoint-{self.state['stage']}-{step}"
         if self.first:  # a kill may have left one half written
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        with self.clock("save"):
+        with self.phase("save"):
             dcp.save(training_state(policy, optimizer), checkpoint_id=self.folder / name)
         best = self.state["best"]
         if self.first and self.state["stage"] == "rl":
@@ -206,7 +206,7 @@ class Run:
     def end_stage(self, actor: Policy, metrics: dict, following: str) -> None:
         """Export the stage's policy and go on to the next stage, with a fresh optimiser."""
         stage, self.lap = self.state["stage"], {}
-        with self.clock("export"):
+        with self.phase("export"):
             if self.first:
                 actor.save(self.folder / stage)
         self.state["stages"][stage] = metrics
@@ -216,7 +216,7 @@ class Run:
         """Write rl-best/, the checkpoint before which the mean reward (since the one before it) was
         highest, unless the run ended with it."""
         best = self.state["best"]
-        with self.clock("export"):
+        with self.phase("export"):
             if best and best["step"] < steps:
                 self.restore(policy, optimizer, best["checkpoint"])
                 sync(policy, actor)
@@ -226,7 +226,7 @@ class Run:
 
 
 def training_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
-    """Weights and moments under their names: what a checkpoint holds, and where it is read into."""
+    """Lambdas and moments under their names: what a checkpoint holds, and where it is read into."""
     moments = {}
     for name, p in policy.model.named_parameters():
         if p.requires_grad:

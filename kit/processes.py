@@ -57,9 +57,9 @@ def parts(items: list) -> list[list]:
     return [items[0::2], items[1::2]] if processes()[1] == 1 else [items]
 
 
-def shard(policy: Policy, scorer: nn.Module) -> None:
+def shard(policy: Policy, log_probs: nn.Module) -> None:
     """Cut weights, gradients and optimiser state evenly over the processes (FSDP2; ZeRO-3). Every
-    layer is fetched as a whole when its turn comes. Weights stay fp32: at a learning rate of 1e-6
+    layer is fetched as a whole when its turn comes. Lambdas stay fp32: at a learning rate of 1e-6
     a bf16 weight would never move. On a GPU they are fetched, and compute, in bf16; gradients are
     added up in fp32. One process on a CPU has nothing to cut and is left as it is."""
     kind, n = policy.device.type, processes()[1]
@@ -74,9 +74,9 @@ def shard(policy: Policy, scorer: nn.Module) -> None:
         how["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    policy.scorer = scorer
+    policy.sharded = log_probs
     inner = policy.model.model
-    for module in (*inner.visual.blocks, *inner.language_model.layers, policy.scorer):
+    for module in (*inner.visual.blocks, *inner.language_model.layers, policy.sharded):
         fully_shard(module, **how)
         module.set_gradient_divide_factor(1.0)  # a sum over processes: see `learn`
         module.set_force_sum_reduction_for_comms(True)

@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
 class Policy:
     """A vision-language model with its tokenizer and image processor: pi_theta."""
 
-    scorer: nn.Module | None = None  # grpo.shard puts one here when several processes share it
+    sharded: nn.Module | None = None  # grpo.shard puts one here when several processes share it
 
     def __init__(self, model: nn.Module, tokenizer, image_processor, tags: tuple[str, ...]) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
@@ -154,7 +154,7 @@ def load(
 ) -> Policy:  # fmt: skip
     """A folder or a hub name -> Policy. The tiny model and the 7B take the same path.
 
-    Weights are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
+    Lambdas are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
     the budget of one image, prompt or observation; None keeps the checkpoint's own. It is set in
     the image processor, which is saved with every export, and nowhere else. weights=False gives
     the architecture alone, on the meta device: enough to count tokens and parameters.

@@ -44,7 +44,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # noqa
 import rollout  # noqa: E402
 from beyond.tiny import tiny_tokenizer  # noqa: E402
 from data import Sample  # noqa: E402
-from grpo import Objective, Scorer, advantage_std, group_row, learn, log_probs  # noqa: E402
+from grpo import Objective, LogProbs, advantage_std, group_row, learn, log_probs  # noqa: E402
 from kit.qwen import Policy
 from rollout import Rules, begin, play, speak  # noqa: E402
 from sandbox import Limits, Observation, Sandbox  # noqa: E402
@@ -114,7 +114,7 @@ def always_code(policy, trajectory, reply):
     """Stands in for rollout.speak: every turn is a program."""
     start = len(trajectory.ids)
     trajectory.act(reply)
-    trajectory.steps.append(rollout.Step("", "look()", None, start, len(trajectory.ids)))
+    trajectory.turns.append(rollout.Turn("", "look()", None, start, len(trajectory.ids)))
     return "look()"
 
 
@@ -263,7 +263,7 @@ def saved_bytes() -> bool:
             run()
         return sum(sizes) / 2**20
 
-    ours = kept(lambda: Scorer(policy).chunked(hidden[keep], labels))
+    ours = kept(lambda: LogProbs(policy).chunked(hidden[keep], labels))
     plain = kept(lambda: head(hidden).float().log_softmax(-1)[keep].gather(-1, labels[:, None]))
     return line("log-probs, MiB kept for backward: full logits / ours", ours, plain, 20)
 

@@ -78,25 +78,25 @@ def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, lis
     generate. Yields {id(trajectory): [raw logits [tokens, V] of each of its turns]}."""
     original, heard, roles = rollout._generate, {}, {}
 
-    def forced(policy, table, rules, tally):
-        for t in table.live:
+    def forced(policy, batch, rules, tally):
+        for t in batch.live:
             roles.setdefault(id(t), scripts[len(roles) % len(scripts)])
             heard.setdefault(id(t), [])
-        said = [roles[id(t)][len(t.steps)] for t in table.live]
+        said = [roles[id(t)][len(t.turns)] for t in batch.live]
         rows = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
-        generate, start = policy.model.generate, table.ids.shape[1]
+        generate, start = policy.model.generate, batch.ids.shape[1]
 
         def with_logits(**inputs):
             inputs["generation_config"].output_logits = True
             inputs["logits_processor"] = LogitsProcessorList([_Force(start, rows)])
             output = generate(**inputs)
-            for t, row, logits in zip(table.live, rows, torch.stack(output.logits, 1)):
+            for t, row, logits in zip(batch.live, rows, torch.stack(output.logits, 1)):
                 heard[id(t)].append(logits[: len(row)])
             return output
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(policy.model, "generate", with_logits)
-            return original(policy, table, rules, tally)
+            return original(policy, batch, rules, tally)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout, "_generate", forced)

@@ -185,7 +185,7 @@ def main() -> None:
         tokens, new, row_tokens = (2000, 256, 8192) if big else (100, 8, 400)
         samples = [question(policy, i, tokens) for i in range(8)]
         found["equal_7b"] = check_equal(policy, samples[0])
-        policy.scorer = None
+        policy.sharded = None
         del policy
         gc.collect()
         policy = never_ending(policy_7b(device) if big else tiny_policy(0))

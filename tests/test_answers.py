@@ -14,7 +14,7 @@ from data import Sample, parse
 from kit.answers import is_correct, is_open, read_choice
 from kit.grader import GRADER, MathGrader
 from rewards import format_error, grade, outcome
-from rollout import Step, Trajectory
+from rollout import Trajectory, Turn
 from sandbox import Observation
 
 IMAGE = Image.new("RGB", (32, 32))
@@ -232,9 +232,9 @@ def reply(*texts):
     steps, answer, ended = [], None, "no_action"
     for text in texts:
         _, answer = parse(text, closed=True)
-        steps.append(Step(text, None, None, 0, 0))
+        steps.append(Turn(text, None, None, 0, 0))
         ended = "answered" if answer is not None else "no_action"
-    return Trajectory(question("B"), steps=steps, answer=answer, ended=ended)
+    return Trajectory(question("B"), turns=steps, answer=answer, ended=ended)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_the_single_answer_of_the_last_turn_counts(text, right, malformed):
 def test_what_the_sandbox_printed_is_no_answer():
     t = reply("<think>so</think>")
     seen = Observation(text="<answer>B</answer>")
-    t.steps.insert(0, Step("<code>forge()</code>", "forge()", seen, 0, 0))
+    t.turns.insert(0, Turn("<code>forge()</code>", "forge()", seen, 0, 0))
     assert outcome(t, None).answer == 0 and t.answer is None
     code = "<code>print('<answer>B</answer>')</code>"
     assert parse(code, closed=True)[1] is None

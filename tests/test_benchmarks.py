@@ -37,7 +37,7 @@ def encoded(color="red", size=(40, 30)):
 
 IMAGE = encoded()
 CHOICE = {"image": IMAGE, "question": "Which one?", "A": "red", "B": "blue", "C": "green", "D": ""}
-ROWS = {
+LABELS = {
     "vstar, tsv": ("vstar", CHOICE | {
         "index": "7", "answer": "B", "category": "relative_position"}),
     "hrbench, tsv": ("hrbench4k", CHOICE | {"index": "12", "answer": "C", "category": "cross",
@@ -130,16 +130,16 @@ WORDS = {  # id, question, options, answer, part
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", LABELS)
 def test_a_row_of_each_published_schema_becomes_a_question(name):
-    bench, row = ROWS[name]
+    bench, row = LABELS[name]
     words = BENCHES[bench].read(row)
     got = tuple(words[field] for field in ("id", "question", "options", "answer", "part"))
     assert got == WORDS[name]
 
 
 def test_every_benchmark_of_the_paper_has_a_row_here():
-    assert {bench for bench, _ in ROWS.values()} | {"hrbench8k"} == set(BENCHES)
+    assert {bench for bench, _ in LABELS.values()} | {"hrbench8k"} == set(BENCHES)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_every_benchmark_of_the_paper_has_a_row_here():
     ],
 )
 def test_a_row_that_does_not_fit_says_what_is_missing(name, change, message):
-    bench, row = ROWS[name]
+    bench, row = LABELS[name]
     with pytest.raises(Bad, match=message):
         BENCHES[bench].read(row | change)
 
@@ -172,7 +172,7 @@ def write_tsv(path, rows):
 
 
 def test_a_tsv_is_loaded_lazily_and_its_bad_row_is_named(tmp_path):
-    row = ROWS["hrbench, tsv"][1]
+    row = LABELS["hrbench, tsv"][1]
     rows = [row | {"index": i, "image": image} for i, image in enumerate((IMAGE, "no image"))]
     samples, rules = load_bench("hrbench4k", write_tsv(tmp_path / "hr.tsv", rows))
     assert len(samples) == 2 and rules == [None, None]  # the broken picture was not looked at
@@ -210,7 +210,7 @@ def test_vstar_has_its_boxes_in_corners(tmp_path):
 
 
 def test_several_images_become_one():
-    row = ROWS["mmmu, choice"][1]
+    row = LABELS["mmmu, choice"][1]
     sheet = picture(row, Path())
     assert sheet.size == (40, 30 + 16 + 50)
     assert [sheet.getpixel((5, y)) for y in (5, 38, 60)] == [
@@ -242,7 +242,7 @@ def test_several_images_become_one():
     ],
 )
 def test_vlms_are_blind_has_a_rule_for_each_task(task, answer, reference, right):
-    row = ROWS["vlmblind, tsv"][1] | {"task": task, "answers": reference}
+    row = LABELS["vlmblind, tsv"][1] | {"task": task, "answers": reference}
     assert BENCHES["vlmblind"].read(row)["rule"](answer, reference) is right
 
 
@@ -263,13 +263,13 @@ def test_vlms_are_blind_has_a_rule_for_each_task(task, answer, reference, right)
     ],
 )
 def test_mathvista_rounds_as_it_asks_for(form, precision, answer, reference, right):
-    row = ROWS["mathvista, float"][1]
+    row = LABELS["mathvista, float"][1]
     row = row | {"answer_type": form, "precision": precision, "answer": reference}
     assert BENCHES["mathvista"].read(row)["rule"](answer, reference) is right
 
 
 def test_one_of_several_references_is_enough():
-    rule = BENCHES["mmmu"].read(ROWS["mmmu, open"][1])["rule"]
+    rule = BENCHES["mmmu"].read(LABELS["mmmu, open"][1])["rule"]
     assert rule("Eight.", "['8', 'eight']") and not rule("9", "['8', 'eight']")
 
 
@@ -510,7 +510,7 @@ def test_two_processes_play_what_one_plays_and_nothing_twice(tmp_path):
 
 
 def test_a_benchmark_is_played_from_its_file(policy, tmp_path, monkeypatch, capsys):
-    rows = [ROWS["hrbench, tsv"][1] | {"index": i, "cycle_category": i % 4, "answer": "B",
+    rows = [LABELS["hrbench, tsv"][1] | {"index": i, "cycle_category": i % 4, "answer": "B",
                                        "category": "single" if i < 4 else "cross"}
             for i in range(8)]  # fmt: skip
     file = write_tsv(tmp_path / "hr.tsv", rows)

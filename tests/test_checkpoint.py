@@ -57,7 +57,7 @@ def test_rollouts_equal_a_fresh_forward(standin, played):
     trajectories, heard = played
     for t in trajectories:
         fresh = fresh_logits(standin, t).log_softmax(-1)
-        for step, said in zip(t.steps, heard[id(t)], strict=True):
+        for step, said in zip(t.turns, heard[id(t)], strict=True):
             difference = said.log_softmax(-1) - fresh[step.start - 1 : step.end - 1]
             assert difference.abs().max() <= 1e-5
 
@@ -218,7 +218,7 @@ def test_public_rows_fit_the_released_tokenizer_and_its_budget(standin):
         fits = lambda s: check_fits(standin, s, encode_prompt(standin, s, False), Rules())  # noqa: E731
         questions = load_rl(FIXTURES / "codev_rl.parquet", fits=fits)
         for t, row in zip(trajectories, rows_of(standin, trajectories), strict=True):
-            said = "".join(step.text for step in t.steps)
+            said = "".join(step.text for step in t.turns)
             assert standin.tokenizer.decode(row.labels) == said
             assert t.ids.count(standin.image_id) == sum(int(p.grid.prod()) // 4 for p in t.images)
             assert max(int(p.grid.prod()) * 14 * 14 for p in t.images) <= 100_352
@@ -254,9 +254,9 @@ def test_coordinates_are_those_of_the_picture_that_code_gets(standin):
         ((t,),) = play(standin, [Sample("frame", picture, "?", "red")], 1, RULES)
     prompt = standin.tokenizer.decode(t.ids[: t.prompt])
     assert '"4000x3000"' in prompt and int(t.images[0].grid.prod()) // 4 <= 256
-    (shown,) = t.tool_steps[0].observation.images
+    (shown,) = t.tool_turns[0].observation.images
     assert shown.size == (40, 40) and shown.getcolors() == [(1600, (255, 0, 0))]
-    assert t.tool_steps[0].observation.boxes == [(3000, 2000, 3040, 2040)]
+    assert t.tool_turns[0].observation.boxes == [(3000, 2000, 3040, 2040)]
 
 
 ZOO = {
@@ -280,12 +280,12 @@ def test_whatever_code_shows_is_a_valid_image_or_a_reason(standin, samples):
     with scripted(standin, [[f"<code>\n{code}\n</code>", "<answer>!</answer>"] for code in ZOO]):
         (group,) = play(standin, samples[:1], len(ZOO), Rules(max_new_tokens=96, max_length=4096))
     for t, (code, images) in zip(group, ZOO.items()):
-        seen = t.tool_steps[0].observation
+        seen = t.tool_turns[0].observation
         assert len(seen.images) == images == len(t.images) - 1, (code, seen)
         assert images or seen.notes or seen.error, code
         for image in seen.images:
             assert image.mode == "RGB" and min(image.size) >= 28
-    clear_red = group[8].tool_steps[0].observation.images[0]
+    clear_red = group[8].tool_turns[0].observation.images[0]
     assert clear_red.getcolors() == [(64 * 64, (255, 255, 255))]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import data
-from data import Sample, anti_prior_questions, demonstrations, draw_scene, toy_questions
+from data import Sample, demonstrations, draw_scene, out_of_prior_questions, toy_questions
 from kit.tables import upright_rgb
 
 seeds = st.integers(0, 10**6)
@@ -49,7 +49,7 @@ def test_the_dial_is_the_share_of_usual_textures(shortcut):
 
 
 def test_a_guesser_is_always_wrong_against_the_prior():
-    for q in anti_prior_questions(100, 0):
+    for q in out_of_prior_questions(100, 0):
         assert q.kind == "search" and q.answer != data.USUAL_TEXTURE[q.question.split()[5]]
 
 

@@ -152,7 +152,7 @@ def work(out: Path) -> None:
 
 
 def saved_and_resumed(policy, actor, groups, folder):
-    """Weights after a step, a checkpoint and a step; and after the checkpoint and the same step
+    """Lambdas after a step, a checkpoint and a step; and after the checkpoint and the same step
     again. Exports the first."""
     run = Run(Config(out=str(folder), timeout=60))
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-2)
@@ -178,11 +178,11 @@ def stall(out: Path) -> None:
     dist.init_process_group("gloo")
     run = Run(Config(out=str(out), timeout=3))
     run.now = "after rl step 7"
-    with run.clock("act"):
+    with run.phase("act"):
         pass
     if not run.first:
         time.sleep(120)
-    with run.clock("learn"):
+    with run.phase("learn"):
         pass
 
 

@@ -24,7 +24,7 @@ import evaluate as module
 from beyond.compare import columns_of, compare, report_runs
 from data import USUAL_TEXTURE, Sample
 from evaluate import (
-    AGAINST_PRIOR,
+    OUT_OF_PRIOR,
     PAGE_LIMIT,
     curves,
     evaluate,
@@ -41,7 +41,7 @@ from evaluate import (
     table,
 )
 from rewards import BoxJudge, Reward
-from rollout import Step, Trajectory
+from rollout import Trajectory, Turn
 from sandbox import Observation
 
 
@@ -53,7 +53,7 @@ def in_memory(trajectories):
     """Pictures as PIL's plain images, which compare by their pixels."""
     for t in trajectories:
         object.__setattr__(t.sample, "image", plain(t.sample.image))
-        for step in t.tool_steps:
+        for step in t.tool_turns:
             step.observation.images = list(map(plain, step.observation.images))
     return trajectories
 
@@ -79,7 +79,7 @@ def episode(sample=SAMPLE, *turns, answer="checker", scores=(), right=1.0):
         start = len(trajectory.ids)
         trajectory.ids += [2] * 10 + [3] * 5
         trajectory.acted += [True] * 10 + [False] * 5
-        trajectory.steps.append(Step(text, code, seen, start, start + 10))
+        trajectory.turns.append(Turn(text, code, seen, start, start + 10))
     trajectory.answer = answer
     return trajectory, Reward(right, sum(filter(None, scores)), 0.0, tuple(scores), right)
 
@@ -116,7 +116,7 @@ def worked_example():
 
 def test_the_toy_has_half_as_many_questions_against_its_prior_and_repeats_exactly():
     samples = load_toy(n=12, seed=3)
-    against = [s for s in samples if s.source == AGAINST_PRIOR]
+    against = [s for s in samples if s.source == OUT_OF_PRIOR]
     assert len(samples) == 18 and len(against) == 6
     assert len({s.id for s in samples}) == 18
     usual = [USUAL_TEXTURE[s.question.split()[5]] for s in against]
@@ -134,7 +134,7 @@ def test_evaluate_plays_each_sample_once_scores_each_step_and_keeps_the_episodes
     assert [t.sample.id for t in played] == [s.id for s in samples[:3]]
     assert metrics["n"] == 3
     kept, rewards = read_trajectories(tmp_path / "trajectories.jsonl")
-    assert [len(r.steps) for r in rewards] == [1, 2, 0]
+    assert [len(r.scores) for r in rewards] == [1, 2, 0]
     assert [t.answer for t in kept] == ["checker", None, "red"]
     assert kept[1].ended == "turns"
 
@@ -158,7 +158,7 @@ def test_evaluating_nothing_is_refused(policy):
 
 
 def test_questions_against_the_prior_count_for_one_number_only():
-    against = replace(SAMPLE, source=AGAINST_PRIOR)
+    against = replace(SAMPLE, source=OUT_OF_PRIOR)
     pairs = [
         episode(SAMPLE, looked(), scores=(1.0,)),
         episode(SAMPLE, right=0.0),
@@ -178,7 +178,7 @@ def test_questions_against_the_prior_count_for_one_number_only():
 
 def test_trajectories_come_back_as_they_were_written(tmp_path):
     trajectories, rewards = worked_example()
-    trajectories[0].steps[0].text += "\u2028 \ud800 \x00 ' \" </script>"  # lone surrogate and all
+    trajectories[0].turns[0].text += "\u2028 \ud800 \x00 ' \" </script>"  # lone surrogate and all
     write_trajectories(trajectories, rewards, tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")  # a folder may be moved, or sent to somebody
     back, rewards_back = read_trajectories(tmp_path / "there" / "trajectories.jsonl")
@@ -601,7 +601,7 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
 ):
     trajectories, rewards = worked_example()
     long = "a_name_that_is_much_too_long_for_a_phone_" * 4
-    trajectories[1].steps[0].text = f"<think>{long}</think><code>\n{long}()\n</code>"
+    trajectories[1].turns[0].text = f"<think>{long}</think><code>\n{long}()\n</code>"
     trajectories[1].sample = replace(trajectories[1].sample, question=long, id=long)
     write_trajectories(trajectories, rewards, tmp_path)
     curves([], tmp_path / "curves.png")

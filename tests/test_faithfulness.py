@@ -33,8 +33,8 @@ from faithfulness import (
     rates,
     tool_use,
 )
-from rewards import BoxJudge, Reward, Weights, accuracy, crop, hand_made, tapo
-from rollout import Step, Trajectory
+from rewards import BoxJudge, Lambdas, Reward, accuracy, crop, hand_made, tapo
+from rollout import Trajectory, Turn
 from sandbox import Observation
 
 IMAGE = Image.new("RGB", (256, 256))
@@ -54,7 +54,7 @@ DRAWN = Observation(images=[IMAGE], boxes=[None], sources=["show"])
 
 
 def scored(trajectories):
-    return tapo(trajectories, BoxJudge(), Weights(), random.Random(0))
+    return tapo(trajectories, BoxJudge(), Lambdas(), random.Random(0))
 
 
 def found(*seen, answer="checker", sample=SEARCH) -> Finding:
@@ -117,7 +117,7 @@ def test_areas_are_of_every_crop_and_recall_is_by_proper_ones():
 
 def test_rewards_without_step_scores_are_refused():
     trajectory = hand_made(SEARCH, GOOD, answer="checker")
-    (reward,) = accuracy([trajectory], BoxJudge(), Weights(), random.Random(0))
+    (reward,) = accuracy([trajectory], BoxJudge(), Lambdas(), random.Random(0))
     with pytest.raises(ValueError, match="s1.*1 tool steps, got 0; rate with rewards.tapo"):
         rates([trajectory], [reward])
 
@@ -271,7 +271,7 @@ def test_rates_are_the_values_of_the_counts_under_the_names_of_summary_json():
 
 def test_the_rates_use_the_scores_they_are_given():
     trajectory = hand_made(SEARCH, WRONG, answer="x")
-    told = Reward(answer=1.0, tools=1.0, format=0.0, steps=(1.0,), total=1.0)
+    told = Reward(answer=1.0, tools=1.0, format=0.0, scores=(1.0,), total=1.0)
     assert rates([trajectory], [told])["faithful_and_correct"] == 1.0
 
 
@@ -354,9 +354,9 @@ def test_kappa_is_symmetric_at_most_one_and_one_only_in_full_agreement(pairs):
 
 def coded(sample, *calls, said="", answer="checker"):
     """calls: (code, observation)"""
-    steps = [Step(f"<code>{code}</code>", code, seen, 0, 0) for code, seen in calls]
-    steps.append(Step(f"<think>{said}</think><answer>{answer}</answer>", None, None, 0, 0))
-    return Trajectory(sample, steps=steps, answer=answer, ended="answered")
+    steps = [Turn(f"<code>{code}</code>", code, seen, 0, 0) for code, seen in calls]
+    steps.append(Turn(f"<think>{said}</think><answer>{answer}</answer>", None, None, 0, 0))
+    return Trajectory(sample, turns=steps, answer=answer, ended="answered")
 
 
 @pytest.mark.parametrize(
@@ -372,12 +372,12 @@ def coded(sample, *calls, said="", answer="checker"):
     ],
 )
 def test_kinds_of_code(code, kinds):
-    assert kinds_of(Step("", code, PRINTED, 0, 0)) == kinds
+    assert kinds_of(Turn("", code, PRINTED, 0, 0)) == kinds
 
 
 def test_a_recorded_box_proves_a_crop_and_a_picture_is_no_computation():
-    assert kinds_of(Step("", "look()", GOOD, 0, 0)) == {"crop"}
-    assert kinds_of(Step("", "image.show()", DRAWN, 0, 0)) == {"other"}
+    assert kinds_of(Turn("", "look()", GOOD, 0, 0)) == {"crop"}
+    assert kinds_of(Turn("", "image.show()", DRAWN, 0, 0)) == {"other"}
 
 
 def test_use_of_tools_by_hand():
@@ -462,10 +462,10 @@ def test_any_agents_steps_are_held_against_the_targets(folder):
     ]
     line = BASE | {"targets": [target], "steps": steps, "id": "q"}
     ((t, reward),) = read_foreign(write(folder, line))
-    boxes = [step.observation.boxes for step in t.tool_steps[:2]]
+    boxes = [step.observation.boxes for step in t.tool_turns[:2]]
     assert boxes == [[(70, 60, 130, 256)], [(0, 0, 60, 60)]]  # outwards, and cut
-    assert reward.steps == (1.0, 0.0, 1, None, 1.0, -1.0, 0.0)
-    assert t.tool_steps[4].observation.images[0].size == (9, 9)
+    assert reward.scores == (1.0, 0.0, 1, None, 1.0, -1.0, 0.0)
+    assert t.tool_turns[4].observation.images[0].size == (9, 9)
     f = finding(t, reward)
     assert (f.calls, f.failed, f.correct, f.cluster) == (7, 1, True, "q")
 
@@ -479,7 +479,7 @@ def test_a_judge_that_sees_takes_the_pictures_without_score(folder):
 
     steps = [{"image": "shown.png"}, {"image": "shown.png", "score": None}, {"code": "print(1)"}]
     ((_, reward),) = read_foreign(write(folder, BASE | {"steps": steps}), judge)
-    assert reward.steps == (1.0, None, 0.0) and asked == [(9, 9)]
+    assert reward.scores == (1.0, None, 0.0) and asked == [(9, 9)]
 
 
 def test_without_targets_or_scores_there_is_no_verdict(folder):

@@ -25,9 +25,9 @@ from rewards import (
     PROMPTS,
     BoxJudge,
     ChatJudge,
+    Lambdas,
     Reward,
     VerdictWatch,
-    Weights,
     crop,
     hand_made,
     judge_request,
@@ -195,7 +195,7 @@ def test_no_verdict_is_excluded_and_counted_never_0():
     with serving(says("10")) as server:
         group = [hand_made(SAMPLE, GOOD, answer="checker"), hand_made(SAMPLE, answer="checker")]
         judge = a_judge(server, attempts=1)
-        (got,) = score([group], "tapo", judge, Weights(), random.Random(0))
+        (got,) = score([group], "tapo", judge, Lambdas(), random.Random(0))
     assert [r.total for r in got] == [None, 1.0]
     assert rewards.summary([group], [got])["no_verdict"] == 1
 
@@ -288,7 +288,7 @@ def test_score_keeps_as_many_groups_in_flight_as_the_judge_allows():
         looks = [crop(SAMPLE, (0, 0, 40 + i, 40)) for i in range(3)]
         groups = [[hand_made(SAMPLE, look, answer="checker")] for look in looks]
         judge = a_judge(server, concurrency=3)
-        got = score(groups, "tapo", judge, Weights(), random.Random(0))
+        got = score(groups, "tapo", judge, Lambdas(), random.Random(0))
     assert [r.tools for (r,) in got] == [0.5] * 3
 
 
@@ -395,9 +395,9 @@ def test_the_log_is_fenced_and_cut():
 
 def test_no_thought_code_or_reference_is_sent():
     t = hand_made(replace(SAMPLE, answer="SECRET"), GOOD, answer="SECRET")
-    t.steps[0].text = t.steps[0].code = "SECRET"
+    t.turns[0].text = t.turns[0].code = "SECRET"
     with serving(useful(1)) as server:
-        tapo([t], a_judge(server), Weights(), random.Random(0))
+        tapo([t], a_judge(server), Lambdas(), random.Random(0))
     assert len(server.bodies) == 1 and "SECRET" not in json.dumps(server.bodies)
 
 
@@ -671,7 +671,7 @@ def test_an_audit_needs_boxes():
 
 
 def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys):
-    told = tapo(toy, BoxJudge(), Weights(), random.Random(0))
+    told = tapo(toy, BoxJudge(), Lambdas(), random.Random(0))
     evaluate.write_trajectories(toy, told, folder=tmp_path)
     beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "9"])
     assert "3 questions" in capsys.readouterr().out

@@ -19,7 +19,7 @@ import rollout
 from beyond.evidence import ablation, answer_log_probs, answer_now, evidence, without_tools
 from data import CELL, crop_turn, toy_questions
 from faithfulness import PERTURBATIONS, lie, perturb, place_beside, retell, study_table, up_to
-from rewards import BoxJudge, Weights, tapo
+from rewards import BoxJudge, Lambdas, tapo
 from rollout import encode_observation, play
 from sandbox import Observation
 
@@ -69,20 +69,20 @@ def reads(policy, t):
     if len(t.ids) == t.prompt:
         return looks(t.sample)
     if len(t.images) == 1:  # had to answer without a picture
-        return answers("nothing") if t.steps else "nothing</answer>"
+        return answers("nothing") if t.turns else "nothing</answer>"
     crop = policy.pictures([t.sample.image.crop(cell_of(t.sample))])[0]
     same = (t.images[-1].pixels - crop.pixels).abs().mean() < 0.1
     return answers(t.sample.answer if same else "nothing")
 
 
 def deaf(policy, t):
-    return answers(t.sample.answer) if t.steps else looks(t.sample, t.sample.id.endswith("1"))
+    return answers(t.sample.answer) if t.turns else looks(t.sample, t.sample.id.endswith("1"))
 
 
 def played(policy, reply, samples=SEARCH, rules=GREEDY):
     with speaking(reply):
         trajectories = [t for (t,) in play(policy, list(samples), 1, rules)]
-    return trajectories, tapo(trajectories, BoxJudge(), Weights(), random.Random(0))
+    return trajectories, tapo(trajectories, BoxJudge(), Lambdas(), random.Random(0))
 
 
 def values(rates):
@@ -260,28 +260,28 @@ def test_later_pictures_are_lies_too_and_the_code_lives_in_the_true_world(policy
              "<code>\nprint(x + 1)\n</code>"]  # fmt: skip
 
     def reply(policy, t):
-        return dict(enumerate(turns)).get(len(t.steps), SHORT)
+        return dict(enumerate(turns)).get(len(t.turns), SHORT)
 
     rules = replace(GREEDY, turns=6)
     (t,), _ = played(policy, reply, SEARCH[:1], rules)
     with speaking(reply):
         (copy,) = retell(policy, [(t, 1)], "mask", rules, seed=0)
-    shown = [step.observation.images for step in copy.tool_steps]
+    shown = [step.observation.images for step in copy.tool_turns]
     assert [len(images) for images in shown] == [0, 1, 1, 0]
     assert all(picture.getextrema() == ((128, 128),) * 3 for i in shown for picture in i)
-    assert copy.steps[3].observation.text.strip() == "42" and copy.answer == "red"
-    assert t.steps[1].observation.images[0].getextrema() != ((128, 128),) * 3  # the clean one
+    assert copy.turns[3].observation.text.strip() == "42" and copy.answer == "red"
+    assert t.turns[1].observation.images[0].getextrema() != ((128, 128),) * 3  # the clean one
 
 
 def test_all_before_the_first_lie_is_the_clean_trajectory(policy):
     (t,), _ = played(policy, reads, SEARCH[:1])
     with speaking(reads):
         (copy,) = retell(policy, [(t, 0)], "noise", GREEDY, seed=0)
-    end = t.steps[0].end
+    end = t.turns[0].end
     assert copy.ids[:end] == t.ids[:end] and copy.acted[:end] == t.acted[:end]
     assert copy.ids != t.ids and len(copy.images) == len(t.images) == 2
     assert torch.equal(copy.images[0].pixels, t.images[0].pixels)
-    assert t.steps[0].observation.images[0].size == (64, 64) and t.ended == "answered"
+    assert t.turns[0].observation.images[0].size == (64, 64) and t.ended == "answered"
 
 
 def test_going_on_from_the_middle_is_exact(policy):
@@ -293,7 +293,7 @@ def test_going_on_from_the_middle_is_exact(policy):
     for copy in copies:
         logits, turns = fresh_logits(policy, copy), heard[id(copy)]
         assert len(turns) == 2 and copy.ended == "answered"
-        for step, got in zip(copy.steps[1:], turns, strict=True):
+        for step, got in zip(copy.turns[1:], turns, strict=True):
             expected = logits[step.start - 1 : step.end - 1]
             assert torch.allclose(got, expected, atol=1e-4)
 
@@ -308,7 +308,7 @@ def test_a_trajectory_that_was_read_from_a_file_goes_on_the_same(policy):
 
 def test_where_there_is_no_room_the_trajectory_leaves_that_lie_and_is_counted(policy):
     def whole(policy, t):
-        return answers("x") if t.steps else crop_turn(" look", (0, 0, 200, 256))
+        return answers("x") if t.turns else crop_turn(" look", (0, 0, 200, 256))
 
     trajectories, rewards = played(policy, whole)
     with speaking(whole):
@@ -321,11 +321,11 @@ def test_where_there_is_no_room_the_trajectory_leaves_that_lie_and_is_counted(po
 
 def test_only_search_questions_with_a_picture_are_perturbed(policy):
     def reply(policy, t):
-        neutral = t.sample.kind == "neutral" and not t.steps
+        neutral = t.sample.kind == "neutral" and not t.turns
         return crop_turn(" look", (0, 0, 64, 64)) if neutral else answers("x")
 
     trajectories, rewards = played(policy, reply, [*SEARCH, *NEUTRAL])
-    assert trajectories[-1].tool_steps and perturb(policy, trajectories, rewards, GREEDY) == {}
+    assert trajectories[-1].tool_turns and perturb(policy, trajectories, rewards, GREEDY) == {}
     assert "nothing to perturb" in study_table({})
 
 
@@ -387,12 +387,12 @@ def test_without_tools_the_thought_stays_and_the_answer_follows_at_once(policy):
     copy = answer_now(policy, t, 0)
     added = policy.tokenizer.decode(copy.ids[t.prompt :])
     assert added == "<think> I need a closer look .</think><answer>"
-    assert copy.ids[: t.prompt] == t.ids[: t.prompt] and not any(copy.acted) and not copy.steps
+    assert copy.ids[: t.prompt] == t.ids[: t.prompt] and not any(copy.acted) and not copy.turns
 
 
 def test_an_open_thought_is_closed_before_the_answer(policy):
     def reply(policy, t):
-        return answers("x") if t.steps else "<think> look<code>\nprint(1)\n</code>"
+        return answers("x") if t.turns else "<think> look<code>\nprint(1)\n</code>"
 
     (t,), _ = played(policy, reply, SEARCH[:1])
     text = policy.tokenizer.decode(answer_now(policy, t, 0).ids[t.prompt :])
@@ -421,7 +421,7 @@ def test_code_does_not_run_in_the_ablation_and_no_answer_is_none(policy, monkeyp
     with speaking(lambda policy, t: "<code>\nprint(1)\n</code>"):
         (direct,) = without_tools(policy, [t], RULES)
     assert direct.answer is None and direct.ended == "length"
-    assert [step.observation.error for step in direct.steps] == ["no tools"]
+    assert [step.observation.error for step in direct.turns] == ["no tools"]
     assert rules[0].temperature == 0
 
 
@@ -430,7 +430,7 @@ def test_code_does_not_run_in_the_ablation_and_no_answer_is_none(policy, monkeyp
 
 def test_log_probs_of_the_reference_are_those_of_a_plain_forward(policy):
     (t,), _ = played(policy, reads, SEARCH[:1])
-    seen, blank = t.steps[0].observation, Observation(text="nothing")
+    seen, blank = t.turns[0].observation, Observation(text="nothing")
     got = answer_log_probs(policy, t, 0, [seen, blank], GREEDY)
     reply = policy.encode(t.sample.answer + "</answer>", []).ids
     for score, shown in zip(got, (seen, blank, None), strict=True):
@@ -464,6 +464,6 @@ def test_evidence_and_decision_values_by_hand(policy, monkeypatch):
 
 @pytest.mark.parametrize("call", [crop_turn(" look", (0, 0, 256, 256)), PRINT])
 def test_calls_that_no_other_crop_can_replace_are_not_measured(policy, call):
-    trajectories, rewards = played(policy, lambda p, t: answers("x") if t.steps else call)
+    trajectories, rewards = played(policy, lambda p, t: answers("x") if t.turns else call)
     got = evidence(policy, trajectories, rewards, GREEDY)
     assert got["measured"].value == 0 and got["evidence value"].value is None

@@ -17,18 +17,18 @@ from rewards import (
     REWARDS,
     BoxJudge,
     JudgeRequest,
-    Weights,
+    Lambdas,
     crop,
     format_error,
     hand_made,
     judge_request,
     reward_named,
     score,
-    step_score,
-    step_scores,
     summary,
+    turn_score,
+    turn_scores,
 )
-from rollout import Step, Trajectory
+from rollout import Trajectory, Turn
 from sandbox import Observation
 
 IMAGE = Image.new("RGB", (256, 256))
@@ -47,7 +47,7 @@ EMPTY, PRINTED = Observation(), Observation(text="checker")
 OURS = Observation(error="the worker did not start", environment="the worker did not start")
 
 
-def reward(trajectory, name="tapo", judge=BoxJudge(), weights=Weights(), seed=0):
+def reward(trajectory, name="tapo", judge=BoxJudge(), weights=Lambdas(), seed=0):
     return reward_named(name)([trajectory], judge, weights, random.Random(seed))[0]
 
 
@@ -60,8 +60,8 @@ def tools(*seen, sample=SEARCH):
 
 
 def turns(*texts, answer="x"):
-    steps = [Step(text, None, None, 0, 0) for text in texts]
-    return Trajectory(SEARCH, steps=steps, answer=answer, ended="answered")
+    steps = [Turn(text, None, None, 0, 0) for text in texts]
+    return Trajectory(SEARCH, turns=steps, answer=answer, ended="answered")
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_no_judge_can_see_thoughts_code_or_the_reference_answer():
     ]  # fmt: skip
     sample = replace(SEARCH, id="SECRET", answer="SECRET", source="SECRET")
     seen = replace(GOOD, text="a log", notes=["SECRET"])
-    thought = Step("<think>SECRET</think><code>SECRET</code>", "SECRET", seen, 0, 0)
+    thought = Turn("<think>SECRET</think><code>SECRET</code>", "SECRET", seen, 0, 0)
     requests = []
 
     def judge(request):
         requests.append(request)
         return 1.0
 
-    step_scores(Trajectory(sample, steps=[thought], answer="SECRET", ended="answered"), judge)
+    turn_scores(Trajectory(sample, turns=[thought], answer="SECRET", ended="answered"), judge)
     (request,) = requests
     assert "SECRET" not in repr(request)
     assert request.text == "a log" and request.boxes == (CELL_B2,)
@@ -224,22 +224,22 @@ def test_the_tool_part_is_the_mean_over_steps(seen, expected):
 
 @pytest.mark.parametrize("line", ["invalid_coords", "sandbox_error", "io_scratch"])
 def test_a_red_line_costs_1_even_with_the_evidence_in_view(line):
-    assert step_score(SEARCH, crop(SEARCH, CELL_B2, red_lines=[line]), BoxJudge()) == -1.0
+    assert turn_score(SEARCH, crop(SEARCH, CELL_B2, red_lines=[line]), BoxJudge()) == -1.0
 
 
 def test_a_no_op_is_a_red_line_only_once_something_has_been_shown():
     whole = crop(SEARCH, WHOLE, red_lines=["no_op"])
-    assert reward(hand_made(SEARCH, whole, answer="x")).steps == (0.0,)
-    assert reward(hand_made(SEARCH, whole, whole, answer="x")).steps == (0.0, -1.0)
-    assert reward(hand_made(SEARCH, GOOD, AGAIN, answer="x")).steps == (1.0, -1.0)
-    assert reward(hand_made(SEARCH, EMPTY, whole, answer="x")).steps == (0.0, 0.0)
+    assert reward(hand_made(SEARCH, whole, answer="x")).scores == (0.0,)
+    assert reward(hand_made(SEARCH, whole, whole, answer="x")).scores == (0.0, -1.0)
+    assert reward(hand_made(SEARCH, GOOD, AGAIN, answer="x")).scores == (1.0, -1.0)
+    assert reward(hand_made(SEARCH, EMPTY, whole, answer="x")).scores == (0.0, 0.0)
     both = crop(SEARCH, WHOLE, red_lines=["no_op", "invalid_coords"])
-    assert reward(hand_made(SEARCH, both, answer="x")).steps == (-1.0,)
+    assert reward(hand_made(SEARCH, both, answer="x")).scores == (-1.0,)
 
 
 def test_no_judge_can_pay_for_the_whole_image():
     whole = crop(SEARCH, WHOLE, red_lines=["no_op"])
-    assert reward(hand_made(SEARCH, whole, answer="x"), judge=lambda request: 1.0).steps == (0.0,)
+    assert reward(hand_made(SEARCH, whole, answer="x"), judge=lambda request: 1.0).scores == (0.0,)
 
 
 def test_a_question_without_search_knows_only_red_lines():
@@ -247,8 +247,8 @@ def test_a_question_without_search_knows_only_red_lines():
         raise AssertionError("the judge was asked")
 
     group = [hand_made(NEUTRAL, GOOD, TYPO, answer="checker")]
-    (got,) = REWARDS["tapo"](group, never, Weights(), random.Random(0))
-    assert got.steps == (0.0, -1.0) and got.tools == -0.5
+    (got,) = REWARDS["tapo"](group, never, Lambdas(), random.Random(0))
+    assert got.scores == (0.0, -1.0) and got.tools == -0.5
 
 
 def test_text_alone_is_not_shown_to_the_judge():
@@ -258,7 +258,7 @@ def test_text_alone_is_not_shown_to_the_judge():
 def test_a_failure_of_ours_drops_out_of_the_mean_and_is_counted():
     trajectory = hand_made(SEARCH, OURS, GOOD, answer="checker")
     got = reward(trajectory)
-    assert got.steps == (None, 1.0) and got.tools == 1.0 and got.total == 1.2
+    assert got.scores == (None, 1.0) and got.tools == 1.0 and got.total == 1.2
     assert summary([[trajectory]], [[got]])["environment"] == 1
     assert tools(OURS) == 0.0
     assert reward(hand_made(SEARCH, OURS, answer="checker"), "tool_bonus").tools == 0.0
@@ -266,7 +266,7 @@ def test_a_failure_of_ours_drops_out_of_the_mean_and_is_counted():
 
 def test_no_verdict_on_a_step_leaves_the_trajectory_without_a_reward():
     got = reward(hand_made(SEARCH, GOOD, answer="checker"), judge=lambda request: None)
-    assert got.steps == (None,) and got.tools is None and got.total is None
+    assert got.scores == (None,) and got.tools is None and got.total is None
     assert got.answer == 1.0
 
 
@@ -357,11 +357,11 @@ def test_one_trajectory_under_each_reward(name, part, total):
 
 def test_format_and_answer_by_hand():
     bad = hand_made(SEARCH, GOOD, answer="diagonal")
-    bad.steps[-1].text = "<answer>diagonal</answer></think>"
+    bad.turns[-1].text = "<answer>diagonal</answer></think>"
     got = reward(bad)
     assert (got.answer, got.tools, got.format) == (0.0, 1.0, -1.0)
     assert got.total == 0.0  # 1 * 0 + 0.2 * 1 + 0.2 * (-1)
-    assert reward(bad, weights=Weights(format=0)).total == pytest.approx(0.2)
+    assert reward(bad, weights=Lambdas(format=0)).total == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("ended", ["turns", "length", "no_action"])
@@ -381,7 +381,7 @@ anything = st.builds(
 
 @given(some_seen, some_seen, st.floats(0.1, 10), st.sampled_from([-0.49, -0.3, 0.0, 0.3, 0.49]))
 def test_right_beats_wrong_while_tools_weigh_less_than_half_an_answer(a, b, answer, share):
-    weights = Weights(answer, answer * share, 0.2)
+    weights = Lambdas(answer, answer * share, 0.2)
     right, wrong = (
         reward(hand_made(SEARCH, *seen, answer=said), weights=weights)
         for seen, said in ((a, "checker"), (b, "diagonal"))
@@ -393,13 +393,13 @@ def test_right_beats_wrong_while_tools_weigh_less_than_half_an_answer(a, b, answ
 def test_at_the_defaults_a_badly_formed_right_answer_still_beats_any_wrong_one(a, b, bad_a, bad_b):
     right, wrong = (hand_made(SEARCH, *seen, answer=x) for seen, x in ((a, RIGHT), (b, LIE)))
     for t, bad in ((right, bad_a), (wrong, bad_b)):
-        t.steps[-1].text += "</think>" * bad
+        t.turns[-1].text += "</think>" * bad
     assert reward(right).total > reward(wrong).total  # 1 - 0.2 - 0.2 > 0.2
 
 
 def test_from_half_an_answer_on_the_order_can_turn_and_we_are_warned():
     with pytest.warns(UserWarning, match="answer / 2"):
-        weights = Weights(answer=1.0, tools=0.6)
+        weights = Lambdas(answer=1.0, tools=0.6)
     right = reward(hand_made(SEARCH, TYPO, answer="checker"), weights=weights)
     wrong = reward(hand_made(SEARCH, GOOD, answer="diagonal"), weights=weights)
     assert wrong.total > right.total  # 0.6 > 1 - 0.6
@@ -408,7 +408,7 @@ def test_from_half_an_answer_on_the_order_can_turn_and_we_are_warned():
 @pytest.mark.parametrize("tools", [1.0, -1.0, 2.0, float("nan")])
 def test_tools_that_weigh_as_much_as_the_answer_are_refused(tools):
     with pytest.raises(ValueError, match="below the answer's"):
-        Weights(answer=1.0, tools=tools)
+        Lambdas(answer=1.0, tools=tools)
 
 
 @given(st.lists(anything, min_size=1, max_size=6), st.randoms(use_true_random=False))
@@ -416,7 +416,7 @@ def test_the_order_of_a_group_does_not_matter(group, shuffle):
     order = list(range(len(group)))
     shuffle.shuffle(order)
     for name in sorted({*REWARDS, *RIVALS} - {"random"}):
-        how = name, BoxJudge(), Weights()
+        how = name, BoxJudge(), Lambdas()
         (straight,) = score([group], *how, random.Random(0))
         (mixed,) = score([[group[i] for i in order]], *how, random.Random(0))
         for reward, i in zip(mixed, order, strict=True):
@@ -434,7 +434,7 @@ def test_the_naive_bonus_pays_every_call_that_ran():
 def test_the_null_is_a_coin_that_sees_nothing():
     good = [hand_made(SEARCH, GOOD, answer="checker")] * 4000
     bad = [hand_made(SEARCH, TYPO, answer="diagonal")] * 4000
-    a, b = (REWARDS["random"](g, BoxJudge(), Weights(), random.Random(7)) for g in (good, bad))
+    a, b = (REWARDS["random"](g, BoxJudge(), Lambdas(), random.Random(7)) for g in (good, bad))
     assert [r.total for r in a] == [r.total for r in b]
     assert {r.total for r in a} == {0.0, 1.0}
     assert sum(r.total for r in a) / 4000 == pytest.approx(0.75, abs=0.03)
@@ -443,7 +443,7 @@ def test_the_null_is_a_coin_that_sees_nothing():
 
 def test_an_unknown_reward_lists_the_known_ones():
     with pytest.raises(ValueError, match="tapo, accuracy, .*, faitheyes; got 'tapoo'"):
-        score([], "tapoo", BoxJudge(), Weights(), random.Random(0))
+        score([], "tapoo", BoxJudge(), Lambdas(), random.Random(0))
 
 
 def test_the_log_line_by_hand():
@@ -452,7 +452,7 @@ def test_the_log_line_by_hand():
     c = hand_made(SEARCH, GOOD, TYPO, answer=None)  # -0.2
     blind = hand_made(replace(SEARCH, boxes=()), GOOD, answer="checker")  # no verdict
     groups = [[a, b], [c, c], [a, blind]]
-    got = summary(groups, score(groups, "tapo", BoxJudge(), Weights(), random.Random(0)))
+    got = summary(groups, score(groups, "tapo", BoxJudge(), Lambdas(), random.Random(0)))
     assert got == pytest.approx(
         {
             "reward": (1.2 + 0 - 0.2 - 0.2 + 1.2) / 5,
@@ -473,7 +473,7 @@ RAN = crop(SEARCH, CELL_B2)  # showed a picture
 FAILED = Observation(error="ZeroDivisionError", red_lines=["sandbox_error"])
 
 
-def pay(name, *group, judge=BoxJudge(), weights=Weights(), sample=SEARCH):
+def pay(name, *group, judge=BoxJudge(), weights=Lambdas(), sample=SEARCH):
     """Totals of a group. Each is (answer or None, *observations)."""
     played = [hand_made(sample, *seen, answer=answer) for answer, *seen in group]
     return [r.total for r in reward_named(name)(played, judge, weights, random.Random(0))]
@@ -484,7 +484,7 @@ RIGHT, LIE, NONE = "checker", "diagonal", None
 
 def thinking(thought, answer="checker"):
     t = hand_made(SEARCH, RAN, answer=answer)
-    t.steps[-1].text = f"<think>{thought}</think><answer>{answer}</answer>"
+    t.turns[-1].text = f"<think>{thought}</think><answer>{answer}</answer>"
     return t
 
 
@@ -494,7 +494,7 @@ def test_thyme_by_hand():
         1 + 0.5 + 0.5, 1 + 0.5 + 0.5, -1 + 0 + 0.5, 0 + 0 + 0,
     ]  # fmt: skip
     torn = [thinking("so the answer is diagonal."), thinking("so the answer is checker.")]
-    got = RIVALS["thyme"](torn, BoxJudge(), Weights(), random.Random(0))
+    got = RIVALS["thyme"](torn, BoxJudge(), Lambdas(), random.Random(0))
     assert [r.total for r in got] == [1 + 0 + 0.5, 1 + 0.5 + 0.5]
 
 
@@ -549,8 +549,8 @@ def test_codedance_by_hand():
     # The format penalty is in the mean: S = 0.8 and -0.2, mean 0.3: sigmoid(8 * 0.2) = 0.832018.
     bad = [hand_made(SEARCH, RAN, answer=a) for a in (RIGHT, LIE)]
     for t in bad:
-        t.steps[-1].text += "</think>"
-    got, d = RIVALS["codedance"](bad, BoxJudge(), Weights(), random.Random(0)), 0.832018 - 0.2
+        t.turns[-1].text += "</think>"
+    got, d = RIVALS["codedance"](bad, BoxJudge(), Lambdas(), random.Random(0)), 0.832018 - 0.2
     assert [r.total for r in got] == pytest.approx([0.8 + 1.5 * d, -0.2 + 0.5 * d], abs=1e-6)
 
 
@@ -574,9 +574,9 @@ def test_faitheyes_by_hand():
     assert got == pytest.approx([1.1, 1.0, 0.2, 0.2 - 0.2 - 0.2])
     long = hand_made(SEARCH, RAN, answer=None)
     long.ended = "length"  # cut off as well
-    (cut,) = RIVALS["faitheyes"]([long], BoxJudge(), Weights(), random.Random(0))
+    (cut,) = RIVALS["faitheyes"]([long], BoxJudge(), Lambdas(), random.Random(0))
     assert cut.total == pytest.approx(0.2 - 0.2 - 0.2)
-    torn = RIVALS["faitheyes"]([thinking("The answer is red.")], BoxJudge(), Weights(), None)
+    torn = RIVALS["faitheyes"]([thinking("The answer is red.")], BoxJudge(), Lambdas(), None)
     assert torn[0].total == pytest.approx(1 + 0.2 - 0.2)
     (silent,) = pay("faitheyes", (RIGHT, RAN), judge=lambda request: None)
     assert silent is None
@@ -605,7 +605,7 @@ class Answering:
 def test_an_open_answer_without_a_verdict_leaves_the_trajectory_without_a_reward():
     for name in sorted({*REWARDS, *RIVALS} - {"random"}):
         group = [hand_made(SEARCH, RAN, answer="chequered"), hand_made(SEARCH, answer=RIGHT)]
-        (got,) = score([group], name, Answering(None), Weights(), random.Random(0))
+        (got,) = score([group], name, Answering(None), Lambdas(), random.Random(0))
         assert got[0].answer is None and got[0].total is None, name
         assert got[1].answer == 1.0 and got[1].total is not None, name
         assert summary([group], [got])["no_verdict"] == 1
@@ -613,7 +613,7 @@ def test_an_open_answer_without_a_verdict_leaves_the_trajectory_without_a_reward
 
 def test_a_second_judge_grades_answers_beside_the_one_of_steps():
     group, answers = [hand_made(SEARCH, GOOD, answer="chequered")], Answering(True)
-    (got,) = score([group], "tapo", BoxJudge(), Weights(), random.Random(0), answers)
+    (got,) = score([group], "tapo", BoxJudge(), Lambdas(), random.Random(0), answers)
     assert (got[0].answer, got[0].tools) == (1.0, 1.0)
     assert answers.asked == [(SEARCH.question, "checker", "chequered")]
 
@@ -632,8 +632,8 @@ def test_groups_are_judged_side_by_side_and_come_back_in_order():
             return super().__call__(request)
 
     groups = [[hand_made(SEARCH, seen, answer=RIGHT)] for seen in (GOOD, WRONG, WIDE) * 4]
-    got = score(groups, "tapo", Slow(), Weights(), random.Random(0))
-    assert [r.steps for (r,) in got] == [(1.0,), (0.0,), (0.5,)] * 4
+    got = score(groups, "tapo", Slow(), Lambdas(), random.Random(0))
+    assert [r.scores for (r,) in got] == [(1.0,), (0.0,), (0.5,)] * 4
     assert Slow.most == 3
 
 
@@ -649,7 +649,7 @@ def test_the_null_does_not_depend_on_which_thread_is_first():
             return False
 
     one, many = (
-        score(groups, "random", judge, Weights(), random.Random(5))
+        score(groups, "random", judge, Lambdas(), random.Random(5))
         for judge in (BoxJudge(), Many())
     )
     assert one == many and len({r.total for group in one for r in group}) == 2
@@ -660,7 +660,7 @@ def test_accuracy_and_thyme_do_not_see_what_tools_showed(group):
     for name in ("accuracy", "thyme"):
         blind = [hand_made(SEARCH, answer=t.answer) for t in group]
         looking, not_looking = (
-            [r.total for r in reward_named(name)(g, BoxJudge(), Weights(), random.Random(0))]
+            [r.total for r in reward_named(name)(g, BoxJudge(), Lambdas(), random.Random(0))]
             for g in (group, blind)
         )
         assert looking == not_looking

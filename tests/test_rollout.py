@@ -54,7 +54,7 @@ def test_every_sampled_token_is_acted_and_nothing_else(policy, played):
         acted = [i for i, a in zip(trajectory.ids, trajectory.acted, strict=True) if a]
         said = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in script]
         assert acted == sum(said, [])  # the closing tag of every turn included
-        for step, ids in zip(trajectory.steps, said, strict=True):
+        for step, ids in zip(trajectory.turns, said, strict=True):
             assert trajectory.ids[step.start : step.end] == ids
 
 
@@ -74,7 +74,7 @@ def test_the_prefix_of_a_turn_is_the_ids_of_the_turn_before(policy, samples):
 def worst_difference(policy, trajectory, heard):
     """max |log-prob of generation - log-prob of a fresh forward| over all turns and tokens."""
     fresh, worst = fresh_logits(policy, trajectory).log_softmax(-1), 0.0
-    for step, said in zip(trajectory.steps, heard[id(trajectory)], strict=True):
+    for step, said in zip(trajectory.turns, heard[id(trajectory)], strict=True):
         assert len(said) == step.end - step.start
         difference = said.log_softmax(-1) - fresh[step.start - 1 : step.end - 1]
         worst = max(worst, difference.abs().max().item())
@@ -84,7 +84,7 @@ def worst_difference(policy, trajectory, heard):
 def test_log_probs_of_a_rollout_equal_a_fresh_forward(policy, played):
     """Shared prefill, kept cache, cut tails, new images, rows that left: none may be felt."""
     trajectories, heard = played
-    assert sum(len(t.steps) for t in trajectories) == 14
+    assert sum(len(t.turns) for t in trajectories) == 14
     assert max(worst_difference(policy, t, heard) for t in trajectories) <= 1e-5
 
 
@@ -102,9 +102,9 @@ def test_a_wave_holds_whole_groups_within_its_memory(policy, samples, monkeypatc
     sizes = []
     generate = rollout._generate
 
-    def counting(policy, table, *rest):
-        sizes.append(len(table.ids))
-        return generate(policy, table, *rest)
+    def counting(policy, batch, *rest):
+        sizes.append(len(batch.ids))
+        return generate(policy, batch, *rest)
 
     monkeypatch.setattr(rollout, "_generate", counting)
     # 2 (keys, values) * 2 layers * 1 head * 32 wide * 4 bytes a slot, 512 slots a row, 5 rows
@@ -126,7 +126,7 @@ def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
 
     def noting(policy, t, reply):
         code = speak(policy, t, reply)
-        turns.append("slow" if "slow" in t.steps[0].code else "quick")
+        turns.append("slow" if "slow" in t.turns[0].code else "quick")
         if t.ended:
             answered.set()
         return code
@@ -158,14 +158,14 @@ def test_dead_slots_are_squeezed_out_without_being_felt(policy, samples, monkeyp
     """One row writes 60 tokens and leaves, its neighbours write few: most slots are dead."""
     long = "<think>" + " closer" * 60 + "</think>" + SHORT
     rules = Rules(**{**vars(RULES), "max_new_tokens": 96})
-    sizes, squeeze = [], rollout.Table.squeeze
+    sizes, squeeze = [], rollout.Batch.squeeze
 
-    def noting(table):
-        before = table.ids.shape[1]
-        squeeze(table)
-        sizes.append(before - table.ids.shape[1])
+    def noting(batch):
+        before = batch.ids.shape[1]
+        squeeze(batch)
+        sizes.append(before - batch.ids.shape[1])
 
-    monkeypatch.setattr(rollout.Table, "squeeze", noting)
+    monkeypatch.setattr(rollout.Batch, "squeeze", noting)
     with scripted(policy, [[long], [LOOK, PRINT, SHORT], [PRINT, TWO, LOOK, SHORT]]) as heard:
         (group,) = play(policy, samples[:1], 3, rules)
     assert max(sizes) > 30
@@ -176,11 +176,11 @@ def test_rows_that_left_hold_no_memory(policy, samples, monkeypatch):
     """The cache of the first turn, with the rows that ended in it, is gone in the second."""
     caches, alive, generate = [], [], rollout._generate
 
-    def noting(policy, table, *rest):
-        caches.append(weakref.ref(table.cache))
+    def noting(policy, batch, *rest):
+        caches.append(weakref.ref(batch.cache))
         gc.collect()
         alive.append([cache() is not None for cache in caches])
-        return generate(policy, table, *rest)
+        return generate(policy, batch, *rest)
 
     monkeypatch.setattr(rollout, "_generate", noting)
     with scripted(policy, [[SHORT], [LOOK, SHORT]]):
@@ -264,7 +264,7 @@ def test_what_a_rollout_samples_does_not_hang_on_its_company(policy, samples):
     def sampled(samples, rollouts=2, **budget):
         torch.manual_seed(3)
         groups = play(policy, samples, rollouts, replace(rules, **budget))
-        return {t.dice: t.ids[t.prompt :] for group in groups for t in group}
+        return {t.seed: t.ids[t.prompt :] for group in groups for t in group}
 
     together = sampled(samples[:3])
     slot = 2 * 2 * 32 * 4  # bytes of keys and values of the tiny model, one slot
@@ -297,7 +297,7 @@ def test_endings(policy, samples):
     with scripted(policy, scripts):
         (group,) = play(policy, samples[:1], 5, RULES)
     assert [t.ended for t in group] == ["turns", "answered", "no_action", "length", "no_action"]
-    assert [len(t.tool_steps) for t in group] == [4, 0, 0, 0, 0]
+    assert [len(t.tool_turns) for t in group] == [4, 0, 0, 0, 0]
     assert group[1].answer == "checker" and group[0].answer is None
     assert len(group[3].ids) - group[3].prompt == RULES.max_new_tokens
 
@@ -307,7 +307,7 @@ def test_an_observation_is_whole_or_absent(policy, samples):
     script = [LOOK, TWO, ANSWER]
     with scripted(policy, [script]):
         ((full,),) = play(policy, samples[:1], 1, RULES)
-    shown = [step.observation for step in full.tool_steps]
+    shown = [step.observation for step in full.tool_turns]
     endings = set()
     for limit in range(full.prompt + 64, len(full.ids) + 65):
         rules = Rules(**{**vars(RULES), "max_length": limit})
@@ -333,7 +333,7 @@ def test_a_prompt_that_does_not_fit_is_refused_by_name(policy, samples):
 def test_unfinished_code_runs_only_if_the_message_ended(policy, samples):
     with scripted(policy, [["<code>\nprint(7)\n<|im_end|>", SHORT]]):
         ((t,),) = play(policy, samples[:1], 1, RULES)
-    assert t.steps[0].observation.text.strip() == "7"
+    assert t.turns[0].observation.text.strip() == "7"
     # The policy closed its message itself, so the wrapper does not close it again.
     assert t.ids.count(policy.end_id) == 1 + 1 + 1  # prompt, action, observation
 
@@ -421,15 +421,15 @@ def test_the_size_in_the_prompt_is_the_size_that_code_sees(policy):
     text = "".join(p.get("text", "") for p in data.messages(sample, str)[1]["content"])
     with scripted(policy, [["<code>\nprint(image.size)\n</code>", SHORT]]):
         ((t,),) = play(policy, [sample], 1, RULES)
-    assert "300x180" in text and t.steps[0].observation.text.strip() == "(300, 180)"
+    assert "300x180" in text and t.turns[0].observation.text.strip() == "(300, 180)"
 
 
 def test_failed_code_is_an_observation_too(policy, samples):
     with scripted(policy, [[FAIL, SHORT], [PRINT, SHORT]]):
         (group,) = play(policy, samples[:1], 2, RULES)
-    assert group[0].tool_steps[0].observation.error.startswith("ZeroDivisionError")
+    assert group[0].tool_turns[0].observation.error.startswith("ZeroDivisionError")
     assert "ZeroDivisionError" in policy.tokenizer.decode(group[0].ids)
-    assert group[1].tool_steps[0].observation.error is None
+    assert group[1].tool_turns[0].observation.error is None
 
 
 # --- loading ---------------------------------------------------------------------------------

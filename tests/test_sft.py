@@ -39,7 +39,7 @@ def test_a_demonstration_shows_what_its_code_shows(policy, demos):
     """The close-up comes from the sandbox, to the pixel, with the box it recorded."""
     demo = demos["right"]
     trajectory = replay(policy, demo, RULES)
-    (step,) = trajectory.tool_steps
+    (step,) = trajectory.tool_turns
     (box,) = step.observation.boxes
     assert step.observation.images[0].tobytes() == demo.sample.image.crop(box).tobytes()
     x0, y0, x1, y1 = demo.sample.boxes[0]
@@ -152,11 +152,11 @@ def test_thymes_tokens_are_learnt_by_rounds_and_never_what_was_shown(policy, rou
     assert t.ids == sum((ids(w) + ids(turn) for w, turn in zip(world, turns)), [])
     (row,) = rows_of(policy, [t])
     assert row.labels.tolist() == sum((ids(turns[k]) for k in GOLDEN[rounds, n]), [])
-    shown = [image for step in t.tool_steps for image in step.observation.images]
+    shown = [image for step in t.tool_turns for image in step.observation.images]
     assert [image.tobytes() for image in shown] == [
         picture(k + 1)[0].tobytes() for k in range(sum(w.count("<image>") for w in SHOWN[:n]))
     ]
-    assert (t.answer, t.ended, len(t.tool_steps)) == ("7", "answered", n)
+    assert (t.answer, t.ended, len(t.tool_turns)) == ("7", "answered", n)
     fast = thyme(policy, thyme_row(n), rounds, pixels=False)
     assert (fast.ids, fast.acted) == (t.ids, t.acted)
 
@@ -169,7 +169,7 @@ def test_thymes_paths_become_those_of_our_sandbox(policy):
     turns = thyme_turns(1)
     response = turns[0].replace("print(0)", code) + "<sandbox_output>x</sandbox_output>" + turns[1]
     t = thyme(policy, thyme_row(1, response=response, image=[png(picture(0)[0])]))
-    assert t.steps[0].code.strip() == (
+    assert t.turns[0].code.strip() == (
         "```python\nimage = Image.open('image.png')\nos.makedirs('.')\n"
         "image.save('./c_1.jpg')\ncv2.imread('d-2.PNG')\n```"
     )

@@ -210,7 +210,7 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "opened", lambda *_: opened)
     monkeypatch.setattr(train, "load_policy", lambda *_: "the SFT model")
     monkeypatch.setattr(train, "shard", lambda *_: None)
-    monkeypatch.setattr(train, "Scorer", lambda _: None)
+    monkeypatch.setattr(train, "LogProbs", lambda _: None)
     monkeypatch.setattr(train, "VerdictWatch", lambda: lambda *_: None)
     flags = "--reward tool_bonus --adv-norm std --ratio-anchor ref --beta 0 --shortcut 0"
     argv = ["train.py", *flags.split(), "--rollouts", "3", "--out", str(tmp_path)]
@@ -328,7 +328,7 @@ def test_episodes_of_other_weights_are_played_again(finished, tmp_path, capsys):
 
 def test_a_quarter_of_the_questions_are_those_asked_amid_training(finished):
     lines = [json.loads(line) for line in open(finished[0] / "trajectories.jsonl")]
-    asked = [x for x in lines[::4] if x["sample"]["source"] != evaluate.AGAINST_PRIOR]
+    asked = [x for x in lines[::4] if x["sample"]["source"] != evaluate.OUT_OF_PRIOR]
     found = beyond.study.quarter(finished[0])
     assert found["n"] == 3 and found["accuracy"] == sum(x["correct"] for x in asked) / 3
     amid = [json.loads(x) for x in open(finished[0] / "log.jsonl") if '"evaluation"' in x]
@@ -468,7 +468,7 @@ def test_a_diverged_policy_is_neither_saved_nor_played(weight, tmp_path, learner
     with torch.no_grad():
         policy.model.lm_head.weight[:] = float("nan")
     with pytest.raises(SystemExit, match=words.replace(": .*", ".* scores of the next .*")):
-        with a_run.clock("act"):
+        with a_run.phase("act"):
             play(policy, samples[:1], 2, RULES)
 
 
@@ -536,7 +536,7 @@ def test_an_episode_can_be_read(policy, samples):
 def test_an_error_says_whose_it_is_and_where(tmp_path):
     a_run = kit.folder.Run(Config(out=str(tmp_path)))
     a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
-    with pytest.raises(KeyError) as error, a_run.clock("learn"):
+    with pytest.raises(KeyError) as error, a_run.phase("learn"):
         raise KeyError("x")
     assert error.value.__notes__ == ["process 0 of 1, at `learn`, after rl step 3"]
 

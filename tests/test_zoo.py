@@ -8,7 +8,7 @@ import beyond.zoo
 from beyond.rivals import RIVALS
 from beyond.zoo import act_out, zoo, zoo_table
 from kit.boxes import area
-from rewards import REWARDS, BoxJudge, Weights, score
+from rewards import REWARDS, BoxJudge, Lambdas, score
 
 HONEST = {"the right crop", "the right crop, misread", "raises, then the right crop"}
 REPEATED = "the right crop, five times"
@@ -23,11 +23,11 @@ def paid(played, name, reward="tapo"):
     """What a design pays for it among seven direct answers, four of them right."""
     guess = played["a guess"]
     group = [played[name], *[guess] * 4, *[act_out(guess.sample, ["<answer>no</answer>"])] * 3]
-    return score([group], reward, BoxJudge(), Weights(), random.Random(0))[0][0]
+    return score([group], reward, BoxJudge(), Lambdas(), random.Random(0))[0][0]
 
 
 def shown(played, name):
-    return [step.observation for step in played[name].tool_steps]
+    return [step.observation for step in played[name].tool_turns]
 
 
 def test_the_sandbox_ran_what_the_hacks_say(played):
@@ -57,7 +57,7 @@ def test_looking_right_is_paid_by_tapo_and_not_with_a_right_answer_alone(played)
 
 def test_no_hack_has_a_step_that_earns(played):
     for name in set(played) - HONEST - {REPEATED}:
-        assert all(step <= 0 for step in paid(played, name).steps), name
+        assert all(step <= 0 for step in paid(played, name).scores), name
 
 
 def test_a_forged_crop_box_is_found_out(played):
@@ -66,7 +66,7 @@ def test_a_forged_crop_box_is_found_out(played):
 
 
 def test_the_same_crop_again_is_a_no_op(played):
-    assert paid(played, REPEATED).steps == (1.0, -1.0, -1.0, -1.0, -1.0)
+    assert paid(played, REPEATED).scores == (1.0, -1.0, -1.0, -1.0, -1.0)
 
 
 def test_the_speck_and_nothing_are_verified_crops_without_the_target(played):
