@@ -111,7 +111,7 @@ class TwoJudges:
     concurrency: int
 
     def __call__(self, request: JudgeRequest) -> float | None:
-        return self.turns(request)
+        return self.steps(request)
 
 
 def judge_request(sample: Sample, seen: Observation) -> JudgeRequest:
