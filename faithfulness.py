@@ -430,7 +430,7 @@ def actions(steps: Sequence[Turn]) -> Counter:
 
 
 def is_right(t: Trajectory) -> bool:
-    return t.ended == "answered" and is_correct(t.answer, t.sample)
+    return t.ended == "answered" and is_correct(t.answer, t.sample.answer, t.sample.options)
 
 
 def perturb(

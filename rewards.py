@@ -52,10 +52,14 @@ from sandbox import Observation
 def grade(answer: str | None, sample: Sample, judge: Judge) -> float | None:
     """r_acc: 1 right, 0 wrong. An open answer that the rules call wrong goes to the judge, if that
     has a `same_answer`; None if it then has no verdict."""
-    if is_correct(answer, sample):
-        return 1.0
+    asked = answer, sample.answer, sample.options
+    try:
+        if is_correct(*asked):
+            return 1.0
+    except ValueError as error:
+        raise ValueError(f"sample {sample.id}: {error}") from error
     ask = getattr(judge, "same_answer", None)
-    if ask is None or not is_open(answer, sample):
+    if ask is None or not is_open(*asked):
         return 0.0
     same = ask(sample.question, sample.answer, answer)
     return None if same is None else float(same)

@@ -42,7 +42,7 @@ def contradicts(trajectory: Trajectory) -> bool:
     conclusion = re.split(r"[.;!]\s|\n", final_answer(said).strip())[0]
     options = trajectory.sample.options
     a, b = (read_choice(text, options) for text in (conclusion, trajectory.answer))
-    return not (a == b if a and b else same_answer(trajectory.answer, conclusion))
+    return not (a == b if a and b else same_answer(conclusion, trajectory.answer))
 
 
 def thyme(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:

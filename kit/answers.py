@@ -1,38 +1,42 @@
-"""
-answers.py: which text counts as right: one table of rules.
+r"""
+answers.py: which text counts as right. One table of rules.
 
-Concept     Which text counts as right: one table of rules.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     An answer is right if it says what the reference says, and nothing else. Markup, units
+            and articles around it do not count. The rules below decide alone where they can. Only
+            an open answer, one in words, may go to a judge.
+Paper       CodeV, arXiv:2511.19661, grades by exact match, by rules for numbers and choices, and
+            by a judge for open answers. We did not find its rules: the table below is ours.
+In          a reply (the text of an <answer>), a reference, the texts of the options if any
+Out         right or wrong; whether a judge may be asked; which option a reply names
+Left out    conversion of units, numbers in words, synonyms, references with several right answers
+Read next   grader.py (when two formulas are equal), rewards.py (what a right answer earns)
+
+The specification. * marks what other projects settle differently.
+
+  reference   right                                wrong
+  B           B  b  (B)  B. red  **B**  \boxed{B}  A or B   not B   B and so on (no delimiter) *
+  B           red, if that is the text of B        (A) red, if "red" is the text of B *
+  1234        1,234   1234.0   1{,}234             1,23   1 234 *   1235: whole numbers exactly
+  0.5         .50   1/2   \frac{1}{2}   50%        0.50001: within one part in a million *
+  5 cm        5   5.0 cm   5\text{ cm}   5cm       5 m   50 mm: nothing is converted *
+  28%         28 percent   0.28   28 *             28 cm: units agree where both name one *
+  3           3 apples   $3 *                      3 million   3 or 4   about 3   three *
+  2\sqrt{2}   \sqrt{8}, by math-verify             what math-verify cannot settle in 5 s *
+  blue        Blue.   the blue   "blue"            not blue   blue car   yes, blue *   (empty)
+  blue        azure, if a judge says so            azure without a judge; "Solution:" anyhow *
+  any         at most 1,000 characters             longer
+
+Text before the last "answer is" or "answer:", or outside the last \boxed{}, is working. *
 """
 
 from __future__ import annotations
 
 import re
-import string
+from collections.abc import Sequence
 from fractions import Fraction
+from string import ascii_uppercase as LETTERS
 
 from kit.grader import GRADER
-
-# Answers. The rules in one table; * marks what other projects settle differently.
-#
-#   reference   right                                wrong
-#   B           B  b  (B)  B. red  **B**  \boxed{B}  A or B   not B   B and so on (no delimiter) *
-#   B           red, if that is the text of B        (A) red, if "red" is the text of B *
-#   1234        1,234   1234.0   1{,}234             1,23   1 234 *   1235: whole numbers exactly
-#   0.5         .50   1/2   \frac{1}{2}   50%        0.50001: within one part in a million *
-#   5 cm        5   5.0 cm   5\text{ cm}   5cm       5 m   50 mm: nothing is converted *
-#   28%         28 percent   0.28   28 *             28 cm: units agree where both name one *
-#   3           3 apples   $3 *                      3 million   3 or 4   about 3   three *
-#   2\sqrt{2}   \sqrt{8}, by math-verify             what math-verify cannot settle in 5 s *
-#   blue        Blue.   the blue   "blue"            not blue   blue car   yes, blue *   (empty)
-#   blue        azure, if a judge says so            azure without a judge; "Solution:" anyhow *
-#   any         at most 1,000 characters             longer
-#
-# Text before the last "answer is" or "answer:", or outside the last \boxed{}, is working. *
 
 MAX_ANSWER = 1000  # characters: long answers are how graders get talked round
 
@@ -48,9 +52,14 @@ NUMBER = re.compile(
     r"(?: ?/ ?(0*[1-9]\d*))?( ?[%°]| (?!thousand|.illion)[^\W\d_]+)?"
 )
 LATEX = {
-    r"\\(?:text|mathrm|mbox)\{([^{}]*)\}": r" \1", r"\$([^$]+)\$": r"\1", r"\\[,;: ]|~": " ",
-    r"\{,\}": ",", r" ?\^\{?\\circ\}?": "°", r"\\([%$])": r"\1", "−": "-",
-}  # fmt: skip
+    r"\\(?:text|mathrm|mbox)\{([^{}]*)\}": r" \1",
+    r"\$([^$]+)\$": r"\1",
+    r"\\[,;: ]|~": " ",
+    r"\{,\}": ",",
+    r" ?\^\{?\\circ\}?": "°",
+    r"\\([%$])": r"\1",
+    "−": "-",
+}
 SIGNS = {"percent": "%", "dollars": "$", "degrees": "°"}
 FORMULA = re.compile(r"[\\^=√π]|\b[a-z] ?[-+*/]|[-+*/] ?[a-z]\b", re.I)
 OPENER = re.compile(
@@ -60,41 +69,44 @@ OPENER = re.compile(
 WORD = re.compile(r"(?<![\\a-z])[a-z]{2}", re.I)  # but not \frac
 
 
-def is_correct(answer: str | None, sample) -> bool:
-    """Is the text of the single <answer> right? The table above is the specification."""
-    if answer is None or len(answer) > MAX_ANSWER:
+def is_correct(reply: str | None, reference: str, options: Sequence[str] = ()) -> bool:
+    """Is a reply right, by the rules alone? None, no reply, is wrong.
+
+    Raises ValueError for a reference that names none of the options, or several.
+    """
+    if reply is None or len(reply) > MAX_ANSWER:
         return False
-    reference = sample.answer.strip()
-    if not sample.options and not LONE.fullmatch(reference):
-        return same_answer(reference, answer)
-    right = read_choice(reference, sample.options)
+    if not options and not LONE.fullmatch(reference.strip()):
+        return same_answer(reply, reference)
+    right = read_choice(reference, options)
     if right is None:
         raise ValueError(
-            f"sample {sample.id}: its answer should name one of the options {sample.options}, by "
-            f"letter or text, but is {sample.answer!r}: correct the data, or drop the question"
+            f"the answer should name one of the options {options}, by letter or text, but is "
+            f"{reference!r}: correct the data, or drop the question"
         )
-    return read_choice(answer, sample.options) == right
+    return read_choice(reply, options) == right
 
 
-def is_open(answer: str | None, sample) -> bool:
-    """May a judge say whether this is right? Not where the reference is an option, a number or a
-    formula; nor where the reply says nothing: judges are known to pass ":" and "Solution:"."""
-    reference = unwrap(sample.answer)
-    ruled = LONE.fullmatch(reference) or read_number(reference) or is_formula(reference)
-    if sample.options or not reference or ruled or answer is None or len(answer) > MAX_ANSWER:
+def is_open(reply: str | None, reference: str, options: Sequence[str] = ()) -> bool:
+    """May a judge say whether a reply is right? Not where the reference is an option, a number or
+    a formula. Nor where the reply says nothing: judges are known to pass ":" and "Solution:"."""
+    plain = unwrap(reference)
+    ruled = LONE.fullmatch(plain) or read_number(plain) or is_formula(plain)
+    if options or ruled or not plain or reply is None or len(reply) > MAX_ANSWER:
         return False
-    said = final_answer(answer)
+    said = final_answer(reply)
     return bool(re.search(r"[^\W_]", said)) and not OPENER.fullmatch(said)
 
 
-def read_choice(reply: str, options: tuple[str, ...] = ()) -> str | None:
-    """The one option that a reply names, as a letter; None if it names none, or several."""
+def read_choice(reply: str, options: Sequence[str] = ()) -> str | None:
+    """The one option that a reply names, as a letter; None if it names none, or several. Without
+    options any letter is one."""
     text = final_answer(reply)
-    letters = string.ascii_uppercase[: len(options) or None]
+    letters = LETTERS[: len(options) or None]
 
     def with_text(text: str) -> str | None:
         for same in (same_text, same_answer):  # to the letter, else in meaning
-            fits = [c for c, option in zip(letters, options) if same(option, text)]
+            fits = [letter for letter, option in zip(letters, options) if same(text, option)]
             if fits:
                 return fits[0] if len(fits) == 1 else None
         return None
@@ -107,28 +119,31 @@ def read_choice(reply: str, options: tuple[str, ...] = ()) -> str | None:
     return None if contradicted else letter
 
 
-def same_answer(reference: str, reply: str) -> bool:
-    """As two numbers if both are, else as texts, else as formulas."""
-    reference, reply = unwrap(reference), final_answer(reply)
-    a, b = read_number(reference), read_number(reply)
-    if a and b:
-        return same_number(*a, *b)
-    if same_text(reference, reply):
+def same_answer(reply: str, reference: str) -> bool:
+    """Compared as numbers if both are numbers, else as texts, else as formulas."""
+    reply, reference = final_answer(reply), unwrap(reference)
+    said, wanted = read_number(reply), read_number(reference)
+    if said and wanted:
+        return same_number(*said, *wanted)
+    if same_text(reply, reference):
         return True
-    calculable = (a or is_formula(reference)) and (b or is_formula(reply))
-    return bool(calculable) and GRADER.same(reference, reply)
+    formulas = (said or is_formula(reply)) and (wanted or is_formula(reference))
+    return bool(formulas) and GRADER.same(reply, reference)
 
 
-def same_text(reference: str, reply: str) -> bool:
+def same_text(reply: str, reference: str) -> bool:
+    """Equal but for case, hyphens between letters, a first article and outer punctuation, and for
+    blanks after a comma or between a number and its unit."""
+
     def plain(text: str) -> str:
         text = re.sub(r"(?<=[^\W\d])-(?=[^\W\d])", " ", text.casefold()).strip(" .,;:!?")
         return re.sub(r"^(?:a|an|the) (?=.)|(?<=,) |(?<=\d) (?=[a-z])", "", text)
 
-    return plain(reference) == plain(reply) != ""
+    return plain(reply) == plain(reference) != ""
 
 
 def read_number(text: str) -> tuple[Fraction, str] | None:
-    """(value, unit) if the whole text is one number, else None."""
+    """(value, unit or "") if the whole text is one number, else None."""
     for latex, plain in LATEX.items():
         text = re.sub(latex, plain, text)
     text = " ".join(text.casefold().split())
@@ -139,14 +154,18 @@ def read_number(text: str) -> tuple[Fraction, str] | None:
     return value, SIGNS.get(unit.strip(), unit.strip()) or currency
 
 
-def same_number(a: Fraction, unit_a: str, b: Fraction, unit_b: str) -> bool:
-    def close(a: Fraction, b: Fraction) -> bool:
-        whole = a.denominator == b.denominator == 1
-        return a == b or not whole and abs(a - b) * 10**6 <= abs(a)
+def same_number(said: Fraction, unit: str, wanted: Fraction, wanted_unit: str) -> bool:
+    """Whole numbers exactly, others within a millionth of `wanted`. 28% is 28 and also 0.28."""
 
-    if {unit_a, unit_b} == {"%", ""} and close(*((a / 100, b) if unit_a else (a, b / 100))):
+    def close(said: Fraction, wanted: Fraction) -> bool:
+        whole = said.denominator == wanted.denominator == 1
+        return said == wanted or not whole and abs(said - wanted) * 10**6 <= abs(wanted)
+
+    if (unit, wanted_unit) == ("%", "") and close(said / 100, wanted):
         return True
-    return (unit_a == unit_b or "" in (unit_a, unit_b)) and close(a, b)
+    if (unit, wanted_unit) == ("", "%") and close(said, wanted / 100):
+        return True
+    return (unit == wanted_unit or "" in (unit, wanted_unit)) and close(said, wanted)
 
 
 def is_formula(text: str) -> bool:
@@ -154,6 +173,7 @@ def is_formula(text: str) -> bool:
 
 
 def final_answer(reply: str) -> str:
+    """What is left of a reply without its working and its markup."""
     text = CUE.sub("", reply, count=1)
     return unwrap((BOXED.findall(text) or [text])[-1])
 

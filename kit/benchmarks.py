@@ -223,7 +223,7 @@ def mmmu(row: dict) -> dict:
 
 
 def any_of(answer: str, references: str) -> bool:
-    return any(same_answer(str(reference), answer) for reference in literal(references))
+    return any(same_answer(answer, str(reference)) for reference in literal(references))
 
 
 BENCHES = {

@@ -1,12 +1,14 @@
 """
-grader.py: are two formulas equal? math-verify, in a process of its own.
+grader.py: are two formulas equal? math-verify answers, in a process of its own.
 
-Concept     Are two formulas equal? math-verify, in a process of its own.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     math-verify keeps its time limit by SIGALRM, which only a main thread may set; without a
+            limit "9^{9^9}" hangs the run. So it gets its own process, which ends by itself after
+            some seconds of computing. Waiting for a core of a busy machine does not count.
+Paper       nothing: CodeV does not say how formulas are compared
+In          two texts
+Out         equal or not; what takes too long, or all the memory, is not
+Left out    which texts are formulas (answers.py)
+Read next   answers.py
 """
 
 from __future__ import annotations
@@ -20,16 +22,15 @@ import threading
 
 
 class MathGrader:
-    """math-verify in a process of its own. In ours its time limit would be SIGALRM, which only the
-    main thread may set, and without a limit "9^{9^9}" hangs the run. The other process ends by
-    itself after `seconds` of computing: waiting for a core of a busy machine does not count."""
+    """The process, begun when first needed and again after it ended. Threads may share it."""
 
     def __init__(self, seconds: float = 5.0) -> None:
+        """seconds: most that one comparison may compute."""
         self.seconds, self.lock = seconds, threading.Lock()
         self.process: subprocess.Popen | None = None
 
-    def same(self, reference: str, reply: str) -> bool:
-        """Are two formulas equal? What takes too long, or all the memory, is not."""
+    def same(self, reply: str, reference: str) -> bool:
+        """Are two formulas equal? Raises RuntimeError if math-verify cannot be started."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 program = inspect.getsource(_grade_forever) + f"_grade_forever({self.seconds})"
@@ -40,7 +41,7 @@ class MathGrader:
                         "expected math-verify to start, but its process ended (the reason stands "
                         "above); try: pip install -r requirements.txt"
                     )
-            self.process.stdin.write(json.dumps([reference, reply]).encode() + b"\n")
+            self.process.stdin.write(json.dumps([reply, reference]).encode() + b"\n")
             line = self.process.stdout.readline()
             if not line:
                 self.close()
@@ -53,7 +54,7 @@ class MathGrader:
 
 
 def _grade_forever(seconds: float) -> None:
-    """The other process. A line [reference, reply] in, a line "1" or "0" out."""
+    """The other process. A line [reply, reference] in, a line "1" or "0" out."""
     import json  # noqa: E401
     import logging
     import resource
@@ -69,7 +70,7 @@ def _grade_forever(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing; then SIGPROF ends us
         # Each text as one formula: "1 or 2" is then a set of two and equals neither.
         texts = (f"${text.replace('$', '')}$" for text in json.loads(line))
-        reference, reply = (parse(text, parsing_timeout=None) for text in texts)
+        reply, reference = (parse(text, parsing_timeout=None) for text in texts)
         print(int(verify(reference, reply, timeout_seconds=None)), flush=True)
         signal.setitimer(signal.ITIMER_PROF, 0)
 

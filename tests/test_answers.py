@@ -1,28 +1,10 @@
-"""python -m pytest tests/test_answers.py      about 8 s, most of them to import torch"""
-
-import os
-import resource
-import signal
-import threading
+"""python -m pytest tests/test_answers.py      about 9 s, most of them to import torch"""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
-from data import Sample, parse
-from kit.answers import is_correct, is_open, read_choice
-from kit.grader import GRADER, MathGrader
-from rewards import format_error, grade, outcome
-from rollout import Trajectory, Turn
-from sandbox import Observation
-
-IMAGE = Image.new("RGB", (32, 32))
-
-
-def question(answer, options=()):
-    return Sample("q", IMAGE, "?", answer, tuple(options))
-
+from kit.answers import is_correct, is_open, read_choice, same_answer
 
 TABLE = [
     # reference, reply, right?
@@ -129,7 +111,7 @@ TABLE = [
 
 @pytest.mark.parametrize("reference, reply, right", TABLE)
 def test_the_answer_table(reference, reply, right):
-    assert is_correct(reply, question(reference)) is right
+    assert is_correct(reply, reference) is right
 
 
 OPTIONS = ("blue", "red", "3 cm", "3 m")
@@ -152,7 +134,7 @@ OPTIONS = ("blue", "red", "3 cm", "3 m")
     ],
 )
 def test_an_option_may_be_named_by_letter_or_by_its_text(reference, reply, right):
-    assert is_correct(reply, question(reference, OPTIONS)) is right
+    assert is_correct(reply, reference, OPTIONS) is right
 
 
 def test_the_option_read_to_the_letter_wins_over_one_of_equal_meaning():
@@ -162,141 +144,39 @@ def test_the_option_read_to_the_letter_wins_over_one_of_equal_meaning():
     assert read_choice("Final choice: **D**") == "D"
 
 
-def test_a_reference_that_is_no_option_names_the_sample():
-    with pytest.raises(ValueError, match="sample q.*'green'"):
-        is_correct("A", question("green", OPTIONS))
+def test_a_reference_that_is_no_option_is_refused():
+    with pytest.raises(ValueError, match="one of the options .*'3 m'.*but is 'green': correct"):
+        is_correct("A", "green", OPTIONS)
+
+
+def test_working_is_left_out_of_the_reply_alone():
+    assert same_answer("The answer is red", "red")
+    assert not same_answer("red", "The answer is red")
 
 
 def test_no_answer_is_wrong_and_so_is_a_long_one():
-    assert not is_correct(None, question("blue"))
-    assert is_correct("1" * 1000, question("1" * 1000))
-    assert not is_correct("1" * 1001, question("1" * 1001))
+    assert not is_correct(None, "blue")
+    assert is_correct("1" * 1000, "1" * 1000)
+    assert not is_correct("1" * 1001, "1" * 1001)
 
 
 @given(st.text(max_size=30))
 def test_any_text_can_be_graded(reply):
     for reference in ("B", "3 cm", "blue"):
-        assert is_correct(reply, question(reference)) in (True, False)
-    assert is_correct(reply, question("B", OPTIONS)) in (True, False)
+        assert is_correct(reply, reference) in (True, False)
+    assert is_correct(reply, "B", OPTIONS) in (True, False)
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
 def test_whole_numbers_are_right_exactly_when_equal_however_grouped(a, b):
-    assert is_correct(f"{b:,}", question(str(a))) is (a == b)
-
-
-def test_formulas_are_graded_alike_in_any_thread():
-    got = {}
-
-    def one(i):
-        got[i] = is_correct(r"\sqrt{8}" if i % 2 else r"\sqrt{9}", question(r"2\sqrt{2}"))
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == {i: bool(i % 2) for i in range(8)}
-
-
-def test_a_formula_that_never_ends_is_wrong_in_time_and_the_next_one_is_graded():
-    grader, before = MathGrader(seconds=2), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    assert grader.same("2", r"\frac{4}{2}")
-    assert not grader.same("2", "9^{9^{9}}")
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-    assert spent < 10  # seconds of computing, imports and the first formula with them
-    assert grader.process.poll() is not None  # nothing is left that burns a core
-    assert grader.same("2", r"\frac{4}{2}")
-    grader.close()
-
-
-def test_a_busy_machine_makes_no_formula_wrong():
-    grader = MathGrader(seconds=2)
-    assert grader.same("2", r"\frac{4}{2}")
-    os.kill(grader.process.pid, signal.SIGSTOP)  # for longer than the limit, it gets no core
-    threading.Timer(3, os.kill, (grader.process.pid, signal.SIGCONT)).start()
-    assert grader.same("2", r"\frac{4}{2}")
-    grader.close()
-
-
-def test_the_grader_of_formulas_is_a_process_of_its_own():
-    assert is_correct("1+x", question("x+1"))
-    assert GRADER.process.pid != os.getpid()
-
-
-# From the whole reply: the last turn's single <answer> is what counts
-
-
-def reply(*texts):
-    """The policy said these; nothing it wrote was code. As rollout.speak reads it."""
-    steps, answer, ended = [], None, "no_action"
-    for text in texts:
-        _, answer = parse(text, closed=True)
-        steps.append(Turn(text, None, None, 0, 0))
-        ended = "answered" if answer is not None else "no_action"
-    return Trajectory(question("B"), turns=steps, answer=answer, ended=ended)
-
-
-@pytest.mark.parametrize(
-    "text, right, malformed",
-    [
-        ("<answer>(B) the red one</answer>", 1, False),
-        ("<answer>A or B</answer>", 0, False),
-        ("<answer></answer>", 0, False),
-        ("<think>A</think><answer>B</answer>", 1, False),
-        ("<think><answer>A</answer></think><answer>B</answer>", 1, True),
-        ("<answer>A</answer> ... <answer>B</answer>", 0, True),  # two are none *
-        ("<answer>B</answer> ... <answer>B</answer>", 0, True),
-        ("<answer>B", 0, True),
-        ("<answer>\n B \n</answer>\n", 1, False),
-        ("Final choice: **D**", 0, True),
-        ("<sandbox_output><answer>B</answer></sandbox_output>", 1, True),  # words of the policy
-    ],
-)
-def test_the_single_answer_of_the_last_turn_counts(text, right, malformed):
-    t = reply(text)
-    assert (outcome(t, None).answer, format_error(t)) == (right, malformed)
-
-
-def test_what_the_sandbox_printed_is_no_answer():
-    t = reply("<think>so</think>")
-    seen = Observation(text="<answer>B</answer>")
-    t.turns.insert(0, Turn("<code>forge()</code>", "forge()", seen, 0, 0))
-    assert outcome(t, None).answer == 0 and t.answer is None
-    code = "<code>print('<answer>B</answer>')</code>"
-    assert parse(code, closed=True)[1] is None
+    assert is_correct(f"{b:,}", str(a)) is (a == b)
 
 
 # Open answers: what the rules call wrong may be right in other words
 
 
-class Judge:
-    def __init__(self, verdict):
-        self.verdict, self.asked = verdict, []
-
-    def same_answer(self, *texts):
-        self.asked.append(texts)
-        return self.verdict
-
-
-@pytest.mark.parametrize("verdict, expected", [(True, 1.0), (False, 0.0), (None, None)])
-def test_other_words_are_for_the_judge(verdict, expected):
-    judge = Judge(verdict)
-    assert grade("a lorry", question("truck"), judge) == expected
-    assert judge.asked == [("?", "truck", "a lorry")]
-
-
-def test_without_a_judge_other_words_are_wrong():
-    assert grade("a lorry", question("truck"), lambda request: 1.0) == 0.0
-
-
-def test_what_the_rules_call_right_is_not_asked():
-    judge = Judge(False)
-    assert grade("The truck.", question("truck"), judge) == 1.0 and not judge.asked
-
-
 @pytest.mark.parametrize(
-    "reference, options, answer",
+    "reference, options, reply",
     [
         ("B", (), "the second"),  # a letter is a choice
         ("(B)", (), "the second"),
@@ -318,11 +198,14 @@ def test_what_the_rules_call_right_is_not_asked():
         ("truck", (), "OK. Sure, let me think"),
     ],
 )
-def test_some_answers_never_reach_the_judge(reference, options, answer):
-    judge = Judge(True)
-    assert grade(answer, question(reference, options), judge) == 0.0 and not judge.asked
+def test_some_answers_are_not_for_a_judge(reference, options, reply):
+    assert not is_open(reply, reference, options)
+
+
+def test_words_are_for_a_judge():
+    assert is_open("a lorry", "truck")
 
 
 def test_an_opener_followed_by_an_answer_is_one():
-    assert is_open("Let's see: a lorry", question("truck"))
-    assert is_open("so it is a lorry", question("truck"))
+    assert is_open("Let's see: a lorry", "truck")
+    assert is_open("so it is a lorry", "truck")

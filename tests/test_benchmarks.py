@@ -271,6 +271,7 @@ def test_mathvista_rounds_as_it_asks_for(form, precision, answer, reference, rig
 def test_one_of_several_references_is_enough():
     rule = BENCHES["mmmu"].read(LABELS["mmmu, open"][1])["rule"]
     assert rule("Eight.", "['8', 'eight']") and not rule("9", "['8', 'eight']")
+    assert rule("The answer is eight", "['8', 'eight']")
 
 
 def test_a_rule_of_its_own_replaces_the_answer_and_the_total():

@@ -316,8 +316,8 @@ def test_boxes_are_rounded_outwards_and_cut_at_the_border():
 
 
 def test_options_may_differ_in_blanks_from_the_answer():
-    row = FLAT | {"answer": "red", "options": ["red ", "green"]}
-    assert kit.answers.is_correct("A", data.rl_sample(row, 0, Path()))
+    sample = data.rl_sample(FLAT | {"answer": "red", "options": ["red ", "green"]}, 0, Path())
+    assert kit.answers.is_correct("A", sample.answer, sample.options)
 
 
 def test_nothing_is_lost_silently(tmp_path):

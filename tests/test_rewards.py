@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from beyond.rivals import RIVALS, contradicts
-from data import CELL, GRID, Sample, draw_scene, search_sample
+from data import CELL, GRID, Sample, draw_scene, parse, search_sample
 from rewards import (
     REWARDS,
     BoxJudge,
@@ -20,8 +20,10 @@ from rewards import (
     Lambdas,
     crop,
     format_error,
+    grade,
     hand_made,
     judge_request,
+    outcome,
     reward_named,
     score,
     summary,
@@ -106,6 +108,102 @@ def test_an_answer_may_have_a_thousand_characters():
     for length, error in ((1000, False), (1001, True)):
         answer = "y" * length
         assert format_error(turns(f"<answer>{answer}</answer>", answer=answer)) is error
+
+
+# Answers
+
+
+def question(answer, options=()):
+    return Sample("q", IMAGE, "?", answer, tuple(options))
+
+
+# From the whole reply: the last turn's single <answer> is what counts
+
+
+def reply(*texts):
+    """The policy said these; nothing it wrote was code. As rollout.speak reads it."""
+    steps, answer, ended = [], None, "no_action"
+    for text in texts:
+        _, answer = parse(text, closed=True)
+        steps.append(Turn(text, None, None, 0, 0))
+        ended = "answered" if answer is not None else "no_action"
+    return Trajectory(question("B"), turns=steps, answer=answer, ended=ended)
+
+
+@pytest.mark.parametrize(
+    "text, right, malformed",
+    [
+        ("<answer>(B) the red one</answer>", 1, False),
+        ("<answer>A or B</answer>", 0, False),
+        ("<answer></answer>", 0, False),
+        ("<think>A</think><answer>B</answer>", 1, False),
+        ("<think><answer>A</answer></think><answer>B</answer>", 1, True),
+        ("<answer>A</answer> ... <answer>B</answer>", 0, True),  # two are none *
+        ("<answer>B</answer> ... <answer>B</answer>", 0, True),
+        ("<answer>B", 0, True),
+        ("<answer>\n B \n</answer>\n", 1, False),
+        ("Final choice: **D**", 0, True),
+        ("<sandbox_output><answer>B</answer></sandbox_output>", 1, True),  # words of the policy
+    ],
+)
+def test_the_single_answer_of_the_last_turn_counts(text, right, malformed):
+    t = reply(text)
+    assert (outcome(t, None).answer, format_error(t)) == (right, malformed)
+
+
+def test_what_the_sandbox_printed_is_no_answer():
+    t = reply("<think>so</think>")
+    seen = Observation(text="<answer>B</answer>")
+    t.turns.insert(0, Turn("<code>forge()</code>", "forge()", seen, 0, 0))
+    assert outcome(t, None).answer == 0 and t.answer is None
+    code = "<code>print('<answer>B</answer>')</code>"
+    assert parse(code, closed=True)[1] is None
+
+
+# Open answers: what the rules call wrong may be right in other words
+
+
+class Examiner:
+    def __init__(self, verdict):
+        self.verdict, self.asked = verdict, []
+
+    def same_answer(self, *texts):
+        self.asked.append(texts)
+        return self.verdict
+
+
+@pytest.mark.parametrize("verdict, expected", [(True, 1.0), (False, 0.0), (None, None)])
+def test_other_words_are_for_the_judge(verdict, expected):
+    judge = Examiner(verdict)
+    assert grade("a lorry", question("truck"), judge) == expected
+    assert judge.asked == [("?", "truck", "a lorry")]
+
+
+def test_without_a_judge_other_words_are_wrong():
+    assert grade("a lorry", question("truck"), lambda request: 1.0) == 0.0
+
+
+def test_what_the_rules_call_right_is_not_asked():
+    judge = Examiner(False)
+    assert grade("The truck.", question("truck"), judge) == 1.0 and not judge.asked
+
+
+def test_what_no_judge_may_decide_is_not_asked():
+    judge = Examiner(True)
+    for reference, options, answer in (
+        ("B", (), "the second"),
+        ("red", ("red", "blue"), "crimson"),
+        ("3", (), "three"),
+        ("truck", (), "Solution:"),
+        ("truck", (), None),
+    ):
+        assert grade(answer, question(reference, options), judge) == 0.0
+    assert not judge.asked
+
+
+def test_a_reference_that_is_no_option_names_the_sample():
+    with pytest.raises(ValueError, match="sample q: the answer should name .*'green'"):
+        grade("A", question("green", ("red", "blue")), None)
 
 
 # Judges
