@@ -1,0 +1,172 @@
+"""
+page.py: one HTML file that shows what a policy looked at and what it answered.
+
+Concept     Nobody believes a rate that cannot be checked against pictures. A film strip shows one
+            episode: the image, what each turn wrote and what it saw, and who chose each token.
+Paper       nothing: the page is a tool for the reader
+In          trajectories.jsonl with its pictures; a table of texts; figures as PNG files
+Out         report.html: one file that asks for no other file and for no network
+Left out    a server for all episodes: the page holds at most PAGE_LIMIT bytes of them
+Read next   page.jinja (all of the markup)
+"""
+
+import base64
+import hashlib
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+from PIL import Image
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+PAGE_LIMIT = 4_500_000  # bytes of episodes on one page; trajectories.jsonl has all of them
+FIELDS = {"sample", "steps", "acted", "answer", "ended", "correct", "look", "failed"}
+
+
+class Play(NamedTuple):
+    run: str  # the name of the run that played; "" if the page shows only one run
+    folder: Path  # where the names of its pictures begin
+    line: dict  # a line of trajectories.jsonl
+
+
+Card = Sequence[Play]  # one sample: its play in each of the runs
+Table = Sequence[Sequence[str]]  # rows of texts; the first row is the head
+
+
+def report(folder: Path, table: Table, figures: Sequence[str] = (), shown: int = 50) -> Path:
+    """Write folder/report.html: the table, the figures, and at most `shown` episodes of the folder,
+    evenly spread. `figures` are names of PNG files in the folder.
+
+    Raises ValueError for a line of trajectories.jsonl that is no episode.
+    """
+    episodes = index(folder)
+    picked = spread(episodes, shown)
+    cards = [[Play("", folder, line_at(folder, start))] for _, start in picked]
+    return publish(folder, cards, len(episodes), table, figures)
+
+
+def report_runs(
+    folder: Path, runs: Sequence[str], table: Table, figures: Sequence[str] = ()
+) -> Path:
+    """Write folder/report.html: samples that all runs played, side by side. `runs` are folders. A
+    run without trajectories.jsonl is only in the table. The rest is as in `report`."""
+    # Read backwards, so that the first of several plays of a sample replaces the others.
+    plays = {run: dict(reversed(found)) for run in runs if (found := index(Path(run)))}
+    ids = reversed(next(iter(plays.values()), {}))
+    common = [id for id in ids if all(id in starts for starts in plays.values())]
+    cards = [
+        [Play(run.rstrip("/"), Path(run), line_at(Path(run), at[id])) for run, at in plays.items()]
+        for id in spread(common, max(1, 50 // len(runs)))
+    ]
+    return publish(folder, cards, len(common), table, figures)
+
+
+def index(folder: Path) -> list[tuple[str, int]]:
+    """(id of the sample, first byte) of each line of the folder's trajectories.jsonl; [] without
+    that file. The lines themselves do not stay in memory: there may be many."""
+    path, found, start = folder / "trajectories.jsonl", [], 0
+    for number, text in enumerate(path.open("rb") if path.exists() else (), start=1):
+        try:
+            line = json.loads(text)
+            if missing := FIELDS - set(line):
+                raise ValueError(f"no {', '.join(sorted(missing))}")
+            found.append((line["sample"]["id"], start))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected an episode as a JSON object, but "
+                f"{type(error).__name__}: {error}; delete the file and play the episodes again"
+            ) from error
+        start += len(text)
+    return found
+
+
+def line_at(folder: Path, start: int) -> dict:
+    with (folder / "trajectories.jsonl").open("rb") as file:
+        file.seek(start)
+        return json.loads(file.readline())
+
+
+def spread(items: Sequence, most: int) -> Sequence:
+    """At most so many of them, from the first on, evenly spread."""
+    return items[:: max(1, math.ceil(len(items) / most))]
+
+
+def publish(
+    folder: Path, cards: Sequence[Card], total: int, table: Table, figures: Sequence[str]
+) -> Path:
+    """Fill page.jinja. `total` is the number of samples that the cards were picked from."""
+    turns = [turn for card in cards for play in card for turn in play.line["steps"]]
+    pictures = len(cards) + sum(len(t["observation"]["images"]) for t in turns if t["observation"])
+    budget = PAGE_LIMIT * 2 // 3 // max(1, pictures)  # characters; the other third is for texts
+    text = TEMPLATES.get_template("page.jinja").render(
+        cards=cards,
+        total=total,
+        table=table,
+        figures={name: picture(folder / name, 200_000) for name in figures},
+        picture=lambda path: picture(path, budget),
+        that_fit=that_fit,
+    )
+    # A model may write half of a surrogate pair, which UTF-8 cannot hold.
+    (folder / "report.html").write_text(text.lstrip(), encoding="utf-8", errors="backslashreplace")
+    return folder / "report.html"
+
+
+def that_fit(write: Callable[[int, Card], str], cards: Sequence[Card]) -> list[str]:
+    """The first cards as HTML, as many as PAGE_LIMIT holds. `write` is a macro of page.jinja."""
+    texts = [write(number, card) for number, card in enumerate(cards, start=1)]
+    sizes = accumulate(len(text.encode(errors="backslashreplace")) for text in texts)
+    return [text for text, size in zip(texts, sizes) if size <= PAGE_LIMIT]
+
+
+class Picture(NamedTuple):
+    width: int  # of the file, in pixels: the picture in the URL may be smaller
+    height: int
+    url: str
+
+
+def picture(path: Path, budget: int) -> Picture:
+    """A data URL of at most `budget` characters: PNG if that fits, else a JPEG that shrinks until
+    it fits or its longer side has 64 pixels."""
+    with Image.open(path) as image:
+        small, (width, height) = image.convert("RGB"), image.size
+    for form, side in zip(("png", *["jpeg"] * 7), (1024, 1024, 768, 512, 384, 256, 128, 64)):
+        buffer = io.BytesIO()
+        small.thumbnail((side, side))
+        small.save(buffer, form, quality=80)
+        url = f"data:image/{form};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        if len(url) <= budget:
+            break
+    return Picture(width, height, url)
+
+
+def python(code: str) -> str:
+    """Code as escaped HTML: each word in a span whose class page.jinja gives a colour to."""
+    return highlight(code, PythonLexer(), HtmlFormatter(nowrap=True))
+
+
+def sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,  # whatever a model or a data set wrote is text, never markup
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+# The two splits return a list: what a tag encloses, or a tag itself, stands at the odd places.
+TEMPLATES.filters |= {
+    "python": python,
+    "sha256": sha256,
+    "split_at_code": re.compile("<code>(.*?)(?:</code>|$)", re.DOTALL).split,
+    "split_at_tags": re.compile("(</?(?:think|answer)>)").split,
+}

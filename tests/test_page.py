@@ -1,0 +1,436 @@
+"""python -m pytest tests/test_page.py      about 6 s, and 10 s more where chromium is found"""
+
+import base64
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import kit.page as module
+from kit.page import PAGE_LIMIT, picture, python, report, report_runs, spread
+
+IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8))
+SAMPLE = {
+    "id": "one", "question": "Which texture is on the red square ?", "answer": "checker",
+    "options": [], "kind": "search", "boxes": [[76, 140, 120, 184]], "image": "images/whole.png",
+}  # fmt: skip
+LOOK = "<think> I need a closer look .</think><code>\nimage.crop((64,128,128,192)).show()\n</code>"
+ANSWER = "<think> The crop shows it .</think><answer>checker</answer>"
+
+
+def turn(text, score=None, /, **observation):
+    """A turn of a line. Without a word on the observation no code ran."""
+    nothing = {"text": "", "images": [], "boxes": [], "sources": [], "error": None}
+    nothing |= {"environment": None, "notes": [], "red_lines": []}
+    seen = nothing | observation if observation else None
+    return {"text": text, "observation": seen, "score": score}
+
+
+def episode(*turns, sample=SAMPLE, answer="checker", ended="answered", **found):
+    found = {"correct": True, "look": "no tool", "failed": 0} | found
+    acted = [[False, 30]] + [[True, 10], [False, 5]] * len(turns)
+    line = {"sample": sample, "steps": turns, "acted": acted, "answer": answer, "ended": ended}
+    return line | found
+
+
+def keep(folder, *lines, image=IMAGE):
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    image.save(folder / "images" / "whole.png")
+    image.crop((64, 128, 128, 192)).save(folder / "images" / "crop.png")
+    image.resize((40, 30)).save(folder / "images" / "figure.png")
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "trajectories.jsonl").write_text(text)
+    return folder
+
+
+LOOKED = turn(
+    LOOK, 1.0, images=["images/crop.png"], boxes=[[64, 128, 128, 192]], sources=["crop"]
+)  # fmt: skip
+ANSWERED = turn(ANSWER)
+
+
+def worked_example(words="<think> hm</think>", id="two"):
+    """One of each: a good look, an error and a picture that is no crop, and a guess."""
+    lettered = SAMPLE | {"id": id, "options": ["checker", "diagonal"], "kind": "neutral"}
+    error = {"error": "ValueError: outside", "red_lines": ["invalid_coords"]}
+    figure = {"text": "12\n", "images": ["images/figure.png"], "boxes": [None]}
+    figure |= {"sources": ["figure"], "notes": ["plt.show() was kept"]}
+    turns = [turn(f"{words}<code>\nif 1/0: 'no'  # no\n</code>", -1.0, **error)]
+    turns += [turn("<code>\nplot()\n</code>", **figure)]
+    wrong = {"answer": None, "correct": False, "look": "unfaithful", "failed": 1}
+    return [
+        episode(LOOKED, ANSWERED, look="faithful"),
+        episode(*turns, sample=lettered, **wrong),
+        episode(ANSWERED, sample=SAMPLE | {"id": "three"}),
+    ]
+
+
+class Reader(HTMLParser):
+    """What a browser would see: tags with their attributes, and the text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def shape(self):
+        """All tags with the names of their attributes, but for the spans that colour words."""
+        return [(tag, *attributes) for tag, attributes in self.tags if tag != "span"]
+
+    def all(self, tag, **attributes):
+        return [a for t, a in self.tags if t == tag and attributes.items() <= a.items()]
+
+
+def read(page):
+    return Reader(page.read_text())
+
+
+# --- what is on the page ---------------------------------------------------------------------
+
+
+def test_each_episode_is_a_film_strip(tmp_path):
+    table = [["", "SFT"], ["questions", "3"], ["accuracy", "0.667"]]
+    seen = read(report(keep(tmp_path, *worked_example()), table))
+    cards = seen.all("article")
+    assert [c["data-answer"] for c in cards] == ["correct", "wrong", "correct"]
+    assert [c["data-look"] for c in cards] == ["faithful", "unfaithful", "no tool"]
+    assert [c["data-kind"] for c in cards] == ["search", "neutral", "search"]
+    assert [c["data-error"] for c in cards] == ["none", "some", "none"]
+    # The first image is there once, and again where the crop was looked at; units are its pixels.
+    assert len(seen.all("image")) == 3 and len(seen.all("use", href="#p1")) == 1
+    assert all(svg["viewbox"] == "0 0 256 256" for svg in seen.all("svg"))
+    where = {"x": "64", "y": "128", "width": "64", "height": "64", "class": "shown"}
+    assert len(seen.all("rect", **where)) == 1
+    assert len(seen.all("rect", **{"class": "target", "x": "76", "width": "44"})) == 4
+    text = " ".join(seen.text.split())
+    for words in ("score 1", "crop, 64 x 64, 6% of the image: 64, 128, 128, 192",
+                  "✓ checker (reference: checker)", "✗ no answer", "ValueError: outside",
+                  "score -1, invalid_coords", "no verdict", "figure, 40 x 30", "0.667",
+                  "plt.show() was kept", "3 of 3 episodes",
+                  "20 tokens chosen by the policy, 40 shown to it"):  # fmt: skip
+        assert words in text, words
+    bar = [(i["style"], i["class"]) for i in seen.all("i")[:5]]
+    runs = [(30, "read"), (10, "acted"), (5, "read"), (10, "acted"), (5, "read")]
+    assert bar == [(f"flex:{length} 0 0", name) for length, name in runs]
+    assert [cell for cell, _ in seen.tags if cell in ("td", "th")] == ["td", "th"] + [
+        "th",
+        "td",
+    ] * 2
+
+
+def test_a_look_is_marked_good_if_the_question_asks_for_it(tmp_path):
+    searches = [episode(look=look) for look in ("faithful", "unfaithful", "no tool")]
+    neutral = SAMPLE | {"kind": "neutral"}
+    others = [episode(look=look, sample=neutral) for look in ("faithful", "unfaithful", "no tool")]
+    text = report(keep(tmp_path, *searches, *others), []).read_text()
+    marks = re.findall("([✓✗]) (faithful|unfaithful|no tool)", text)
+    assert "".join(mark for mark, _ in marks) == "✓✗✗✗✗✓"
+
+
+def test_an_answer_that_no_judge_could_read_is_neither_right_nor_wrong(tmp_path):
+    lines = [episode(correct=correct) for correct in (True, False, None)]
+    cards = read(report(keep(tmp_path, *lines), [])).all("article")
+    assert [card["data-answer"] for card in cards] == ["correct", "wrong", "no verdict"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_no_episodes_make_a_page_that_says_so(kept, tmp_path):
+    if kept:
+        keep(tmp_path)
+    assert "0 of 0 episodes" in report(tmp_path, []).read_text()
+
+
+def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_path):
+    one, two, three = worked_example()
+    keep(tmp_path / "a", one, two, two | {"answer": "the second play"}, three)
+    keep(tmp_path / "b", three, one | {"correct": False, "look": "unfaithful", "failed": 1})
+    runs = [f"{tmp_path}/{name}" for name in ("a/", "b", "no episodes")]
+    page = report_runs(tmp_path, runs, [["", "a", "b", "no episodes"]])
+    assert page == tmp_path / "report.html"
+    seen = read(page)
+    first, second = seen.all("article")
+    assert first["data-answer"] == "correct / wrong" and first["data-error"] == "none / some"
+    assert first["data-look"] == "faithful / unfaithful" and first["data-kind"] == "search"
+    assert second["data-look"] == "no tool / no tool"
+    assert len(seen.all("section")) == 4 and len(seen.all("image")) == 2
+    assert seen.text.count(f"{tmp_path}/a ·") == 2 and "2 of 2 episodes" in seen.text
+    assert "no episodes" in seen.text and f"{tmp_path}/no episodes" not in seen.text
+    keep(tmp_path / "b", two)
+    text = report_runs(tmp_path, runs[:2], []).read_text()
+    assert "reference" in text and "the second play" not in text
+
+
+@pytest.mark.parametrize("line", ["{", "{}", "[]", "3", "[" * 99_999, json.dumps({"sample": 1})])
+def test_a_line_that_is_no_episode_is_named(line, tmp_path):
+    keep(tmp_path, *worked_example())
+    with (tmp_path / "trajectories.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=r"jsonl, line 4: expected an episode as a JSON object"):
+        report(tmp_path, [])
+
+
+def test_a_line_from_before_the_look_was_written_is_named(tmp_path):
+    line = episode()
+    del line["look"]
+    with pytest.raises(ValueError, match=r"line 1: .* no look; delete the file and play"):
+        report(keep(tmp_path, line), [])
+
+
+def test_a_figure_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="curves.png"):
+        report(tmp_path, [], ["curves.png"])
+
+
+# --- nothing from outside gets in --------------------------------------------------------------
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    '" onmouseover="alert(1)" x=\'',
+    "' onmouseover='alert(1)",
+    "</textarea></pre></style></title><!--",
+    "<svg/onload=alert(1)>",
+    "&lt;b&gt; &#60;b&#62; $script ${style} https://example.com/x.png",
+    "<a href='javascript:alert(1)'>x</a>]]>",
+    "{{ 6 * 7 }} {% raw %} {# out #} {{ cards.__class__ }}",
+    "\u202e\x00\ud800",
+]
+
+
+def everywhere(words):
+    """One episode in which every text that comes from outside is `words`."""
+    sample = SAMPLE | {"id": words, "question": words, "answer": words, "kind": words}
+    sample |= {"options": [words, words]}
+    observation = {
+        "text": words, "images": ["images/whole.png"], "boxes": [None], "sources": [words],
+        "error": words, "environment": words, "notes": [words], "red_lines": [words],
+    }  # fmt: skip
+    turns = turn(f"{words}<code>{words} # {words}</code>{words}", 0.0, **observation), turn(words)
+    line = episode(*turns, sample=sample, answer=words, ended=words, look=words)
+    return line | {"acted": [[True, 5], [False, 3]]}
+
+
+@pytest.mark.parametrize("words", HOSTILE)
+def test_whatever_a_model_or_a_data_set_wrote_is_only_text(words, tmp_path):
+    def shown(words):
+        return read(report(keep(tmp_path, everywhere(words)), [["", words], [words, words]]))
+
+    calm, seen = shown("harmless"), shown(words)
+    assert seen.shape() == calm.shape()
+    if words.isprintable():
+        assert seen.text.count(words) == calm.text.count("harmless")  # and nothing is lost
+        data = ("data-kind", "data-look")
+        assert [seen.all("article")[0][name] for name in data] == [words] * 2
+
+
+def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
+    keep(tmp_path, *worked_example())
+    IMAGE.save(tmp_path / "curves.png")
+    raw = report(tmp_path, [["", "SFT"], ["questions", "3"]], ["curves.png"]).read_text()
+    seen = Reader(raw)
+    links = [
+        a[name] for _, a in seen.tags for name in ("src", "href", "data", "action") if name in a
+    ]
+    assert len(links) == 3 + 2 + 1 + 1  # images, what calls showed, where, curves
+    assert all(link.startswith(("data:image/", "#p")) for link in links)
+    assert not re.search(r"url\(|@import|https?:|//[a-z]", re.sub(r"base64,[^\"]*", "", raw))
+    assert len(seen.all("script")) == 1
+    (policy,) = seen.all("meta", **{"http-equiv": "Content-Security-Policy"})
+    assert policy["content"].startswith("default-src 'none'; img-src data:;")
+    script = re.search("<script>(.*)</script>", raw, re.DOTALL)[1]
+    assert f"script-src 'sha256-{module.sha256(script)}'" in policy["content"]
+
+
+# --- sizes -------------------------------------------------------------------------------------
+
+
+def test_fifty_episodes_with_photographs_stay_under_five_megabytes(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (400, 640, 3), np.uint8)
+    again = turn(LOOK, 1.0, images=["images/whole.png"], boxes=[[0, 0, 640, 400]], sources=["crop"])
+    keep(tmp_path, *[episode(again)] * 50, image=Image.fromarray(noise))  # compresses worst
+    text = report(tmp_path, []).read_text()
+    assert "50 of 50 episodes" in text
+    pictures = re.findall('"(data:image/.*?)"', text)
+    assert len(pictures) == 100
+    assert 1_000_000 < sum(map(len, pictures)) <= PAGE_LIMIT * 2 / 3  # the rest is for texts
+
+
+def test_endless_texts_leave_later_episodes_out_and_the_page_says_so(tmp_path):
+    keep(tmp_path, *[episode(turn("é" * (PAGE_LIMIT // 6)))] * 4)
+    text = report(tmp_path, []).read_text()
+    assert "2 of 4 episodes" in text and len(text.encode()) < 5_000_000
+    keep(tmp_path, *[episode()] * 9)
+    text = report(tmp_path, [], shown=4).read_text()
+    assert "3 of 9 episodes" in text and text.count("<article") == 3
+    assert list(spread(range(9), 4)) == [0, 3, 6]  # the last ones too have their chance
+
+
+@pytest.mark.parametrize("budget", [500_000, 20_000, 4_000])
+def test_a_picture_fits_its_budget_and_keeps_its_shape(budget, tmp_path):
+    IMAGE.resize((1600, 800)).save(tmp_path / "wide.png")
+    width, height, url = picture(tmp_path / "wide.png", budget)
+    assert (width, height) == (1600, 800) and len(url) <= budget
+    image = Image.open(io.BytesIO(base64.b64decode(url.split(",")[1])))
+    assert image.width == 2 * image.height
+
+
+# --- code ----------------------------------------------------------------------------------------
+
+
+def test_words_of_code_carry_the_classes_that_the_page_colours():
+    seen = Reader(python("for i in 'a<b': # 1\n    x = 2"))
+    classes = [a["class"] for a in seen.all("span")]
+    assert seen.text.strip() == "for i in 'a<b': # 1\n    x = 2"
+    assert {"k", "ow", "s1", "c1", "mi"} <= set(classes)
+
+
+@given(st.text(st.sampled_from("ab1_ .#'\"\n<>&=for"), max_size=60))
+def test_highlighting_loses_nothing_and_escapes_everything(code):
+    text = re.sub(r'</?span[^<>"]*("\w*")?>', "", python(code))
+    assert html.unescape(text).strip("\n") == code.strip("\n") and not set("<>") & set(text)
+
+
+# --- in a browser ----------------------------------------------------------------------------
+CHROMIUM = shutil.which("chromium")
+PROBE = """<script>
+const press = (key, more = {}, on = document.body) => {
+  on.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, ...more}));
+  return document.activeElement.id;
+};
+const all = (selector, of) => [...document.querySelectorAll(selector)].map(of), result = {};
+Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});  // no style asks for more
+result.width = Math.max(...all("body *", e => e.getBoundingClientRect().right));
+result.bar = all("section:first-of-type .bar i", i => i.getBoundingClientRect().width).slice(0, 5);
+result.colors = all(".bar i", i => getComputedStyle(i).backgroundColor).slice(0, 3);
+result.lines = all("article:first-of-type rect", r => getComputedStyle(r).stroke).slice(0, 6);
+result.code = getComputedStyle(document.querySelector("pre")).whiteSpaceCollapse;
+result.words = ["", ".k", ".mi", ".s1", ".c1"].map(
+  name => getComputedStyle(document.querySelector(`#t2 pre${name && " " + name}`)).color);
+result.filters = all("label", label => label.textContent.trim().split(" ")[0]);
+const choose = name => document.querySelector(`select[name=${name}]`);
+result.values = ["look", "kind"].map(name => [...choose(name).options].map(o => o.text));
+result.keys = ["k", "j", "j", "k", "ArrowRight", "ArrowRight", "j", "ArrowLeft"].map(k => press(k));
+result.quiet = [press("k", {ctrlKey: true}), press("k", {metaKey: true}),
+  press("k", {}, choose("look"))];
+const only = (name, text) => {
+  choose(name).selectedIndex = [...choose(name).options].findIndex(option => option.text == text);
+  choose(name).dispatchEvent(new Event("change", {bubbles: true}));
+  return all("article:not([hidden])", card => card.id);
+};
+result.shown = [only("answer", "wrong"), only("answer", "correct")];
+press("k");
+result.next = press("j");  // past the one that is hidden
+const y = document.activeElement.getBoundingClientRect().top;
+result.seen = 0 <= y && y < innerHeight;
+result.shown.push(only("look", "faithful"), only("look", "all"), only("answer", "all"));
+document.title = JSON.stringify(result);
+</script>"""
+
+
+def browse(folder, *flags):
+    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+             "--disable-background-networking", "--disable-component-update", "--disable-sync",
+             "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}")  # fmt: skip
+    command = [CHROMIUM, *quiet, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+@pytest.mark.parametrize(
+    "width, film, mode",
+    [(1280, (34, 38, 43), "--mute-audio"), (390, (10, 12, 14), "--force-dark-mode")],
+)
+def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
+    width, film, mode, tmp_path
+):
+    long = "a_name_that_is_much_too_long_for_a_phone_" * 4
+    lines = worked_example(f"<think>{long}</think><code>\n{long}()\n</code>", id=long)
+    lines[1]["sample"]["question"] = long
+    keep(tmp_path, *lines)
+    Image.new("RGB", (720, 600), "white").save(tmp_path / "curves.png")
+    table = [["", "SFT", long], ["questions", "3", "3"], ["accuracy", "", "0.500"]]
+    file = report(tmp_path, table, ["curves.png"])
+
+    shot = tmp_path / "shot.png"
+    browse(tmp_path, mode, f"--window-size={width},1600", f"--screenshot={shot}", file.as_uri())
+    pixels = np.asarray(Image.open(shot).convert("RGB"))
+    assert pixels.shape == (1600, width, 3)
+    assert (pixels == film).all(-1).mean() > 0.02  # the film is there, with its colour
+
+    # The page's own policy forbids any other script, so the probe runs in a copy without it.
+    probed = tmp_path / "probed.html"
+    text = re.sub(r"<meta http-equiv[^>]*>", "", file.read_text())
+    probed.write_text(text + PROBE.replace("WIDTH", str(width)))
+    seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
+    result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
+    assert result["width"] <= width  # nothing sticks out
+    bar, tokens = sum(result["bar"]), [30, 10, 5, 10, 5]
+    assert bar > width / 2
+    assert result["bar"] == pytest.approx([bar * n / 60 for n in tokens], abs=1)
+    shown_to_it, chosen, again = result["colors"]
+    assert shown_to_it == again != chosen
+    white, black, blue = "rgb(255, 255, 255)", "rgb(0, 0, 0)", "rgb(0, 114, 178)"
+    assert result["lines"] == [white, black, white, black, white, blue]  # a rim, then the line
+    assert result["code"] == "preserve"
+    text, keyword, number, string, comment = result["words"]
+    assert len({text, keyword, number, comment}) == 4 and number == string
+    assert result["filters"] == ["answer", "look", "kind", "error"]
+    looks = ["faithful", "no tool", "unfaithful"]
+    assert result["values"] == [["all", *looks], ["all", "neutral", "search"]]
+    assert result["keys"] == ["t1", "t2", "t3", "t2", "t3", "t3", "t3", "t2"]
+    assert result["quiet"] == ["t2"] * 3
+    assert result["shown"] == [["t2"], ["t1", "t3"], ["t1"], ["t1", "t3"], ["t1", "t2", "t3"]]
+    assert result["next"] == "t3" and result["seen"]
+
+    # With the policy in place its own script still runs, and no other does.
+    hostile = tmp_path / "hostile.html"
+    hostile.write_text(file.read_text() + PROBE)
+    seen = browse(tmp_path, "--dump-dom", hostile.as_uri())
+    assert "<select" in seen and "<title>What it looked at" in seen
+
+
+SIDES = """<script>
+Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});
+const boxes = [...document.body.querySelectorAll("*")].map(e => e.getBoundingClientRect());
+const [a, b] = [...document.querySelectorAll("section")].map(e => e.getBoundingClientRect());
+const result = {width: Math.max(...boxes.map(box => box.right)), beside: a.top == b.top};
+document.title = JSON.stringify(result);
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+@pytest.mark.parametrize("width, beside", [(1280, True), (390, False)])
+def test_runs_stand_side_by_side_on_a_screen_and_below_each_other_on_a_phone(
+    width, beside, tmp_path
+):
+    runs = [str(tmp_path / ("a_long_name_for_a_run_" * 3 + letter)) for letter in "ab"]
+    for run in runs:
+        keep(Path(run), *worked_example())
+    Image.new("RGB", (960, 400), "white").save(tmp_path / "compare.png")
+    table = [["", *(f"{run} toy" for run in runs)], ["questions", "3", "3"]]
+    text = report_runs(tmp_path, runs, table, ["compare.png"]).read_text()
+    probed = tmp_path / "probed.html"
+    text = re.sub(r"<meta http-equiv[^>]*>", "", text) + SIDES.replace("WIDTH", str(width))
+    probed.write_text(text)
+    seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
+    result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
+    assert result == {"width": pytest.approx(width, abs=width / 2), "beside": beside}
+    assert result["width"] <= width
