@@ -65,29 +65,25 @@ import torch
 from accelerate import PartialState
 from matplotlib.figure import Figure
 from PIL import Image
+from tabulate import tabulate
 from tqdm import tqdm
 
 from data import Sample, out_of_prior_questions, toy_questions
 from faithfulness import (
     DRAWS,
     HALF,
-    PERTURBATIONS,
     Finding,
     Rate,
-    check_lies,
     count,
     cross_table,
-    faithful,
     finding,
-    grid,
     listing,
-    perturb,
-    study_table,
     tool_use,
 )
 from kit.answers import MAX_ANSWER
 from kit.benchmarks import BENCHES, PICTURES, filled, picture, published
 from kit.boxes import Box, area
+from kit.perturbations import PERTURBATIONS, check_perturbations
 from kit.qwen import Policy, check_checkpoint
 from kit.tables import Lazy, Usable, read_rows
 from rewards import BoxJudge, ChatJudge, Judge, Lambdas, Reward, score
@@ -166,7 +162,7 @@ def evaluate(
             kept += zip(played, rewards)
         for found in map(finding, played, rewards):
             graded, right = found.correct is not None, bool(found.correct)
-            seen.update(n=graded, right=right, search=found.search, faithful=faithful(found))
+            seen.update(n=graded, right=right, search=found.search, faithful=found.look == "faithful")
         shares = seen["right"] / max(seen["n"], 1), seen["faithful"] / max(seen["search"], 1)
         bar.set_postfix_str("accuracy {:.3f}, faithful {:.3f}".format(*shares))
 
@@ -437,7 +433,9 @@ def lines(columns: dict[str, dict]) -> Iterator[tuple[str, list[str]]]:
 
 def table(columns: dict[str, dict]) -> str:
     """The stages side by side in plain text."""
-    return grid([["", *columns], *([label, *cells] for label, cells in lines(columns))], str.rjust)
+    rows = [["", *columns], *([label, *cells] for label, cells in lines(columns))]
+    sides = ("left", *["right"] * len(columns))
+    return tabulate(rows, tablefmt="plain", colalign=sides, disable_numparse=True)
 
 
 # Okabe and Ito's palette, for the colour-blind; lines and markers differ too, for print.
@@ -555,7 +553,7 @@ def answer_of(reward: Reward) -> str:
 
 
 def look_of(found: Finding) -> str:
-    return "no tool" if not found.scores else "faithful" if faithful(found) else "unfaithful"
+    return "no tool" if not found.scores else "faithful" if found.look == "faithful" else "unfaithful"
 
 
 def _strip(
@@ -706,7 +704,10 @@ def check(args: argparse.Namespace) -> None:
     if args.avg_at > 1 and not args.temperature:
         raise ValueError(f"--avg-at {args.avg_at} of greedy plays is one play: raise --temperature")
     if args.perturb:
-        check_lies(args.perturb, args.temperature)
+        check_perturbations(args.perturb)
+        if args.temperature:
+            raise ValueError(f"--perturb compares greedy plays, got temperature "
+                             f"{args.temperature:g}: drop --avg-at and --temperature")  # fmt: skip
     if bool(args.judge_url) != bool(args.judge_model):
         raise ValueError("a judge needs both --judge-url and --judge-model: give the other too")
     check_checkpoint(args.model)
@@ -789,13 +790,10 @@ def studies(
         found = kept if kept.get("run") == episodes.run else found
     found["tool_use"] = tool_use(episodes)
     print("", listing(found["tool_use"]), "", sep="\n")
-    if args.perturb:
-        found["perturb"] = perturb(policy, episodes, rewards, rules, args.perturb, args.seed)
-        print(study_table(found["perturb"]), end="\n\n")
-    if second or args.ablation:
+    if second or args.perturb or args.ablation:
         beyond = importlib.import_module("beyond.evidence")
-        found |= beyond.studies(policy if args.ablation else None, episodes, rewards, rules,
-                                args.seed, second)  # fmt: skip
+        found |= beyond.studies(policy, episodes, rewards, rules, args.seed, args.perturb,
+                                args.ablation, second)  # fmt: skip
     file.write_text(json.dumps(found, indent=2, default=vars), encoding="utf-8")
 
 

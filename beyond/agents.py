@@ -1,20 +1,32 @@
 """
 agents.py: rates of the trajectories of any agent.
 
-Concept     Rates of the trajectories of any agent.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     To ask of an agent whether it looked in the right place, one needs its questions, its
+            answers and what each of its tool calls showed; not its weights.
+Paper       CodeV, arXiv:2511.19661, Fig. 2 and Table 5 do this for several agents
+In          a file with one JSON object a line: evaluate.py's trajectories.jsonl, or as below
+Out         rates with intervals, correct x faithful, and the use of tools
+Left out    reading other agents' own log formats (docs/faithfulness.md has an importer as example)
+Read next   faithfulness.py (what each rate means)
+
+    python faithfulness.py TRAJECTORIES.jsonl
+
+Boxes are [x0, y0, x1, y1] in pixels of the image, and are cut at its border; paths are relative to
+the file. Each line has
+
+    question, image (a file), answer (what the agent answered, or null), correct (true or false)
+    steps      one object for each tool call: what it showed, as box (a part of the image), image (a
+               file), or neither. It may have text (what was said before), code, error, and score (a
+               judge's, 0 to 1, or null); without a score the box is compared with the targets
+    and, where they are known: targets (boxes of the evidence), kind ("search" or "neutral"), text
+    (what was said at the end), id (plays of one question share it: they are not independent)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,29 +34,33 @@ from PIL import Image
 
 from data import Sample
 from evaluate import read_trajectories
-from faithfulness import (
-    AGGREGATES,
-    DRAWS,
-    HALF,
-    add_up,
-    count,
-    cross_table,
-    finding,
-    listing,
-    use_of,
-)
-from kit.boxes import Box
+from faithfulness import DRAWS, HALF, count, cross_table, finding, listing, means, use_of
+from kit.boxes import Box, outwards
 from kit.tables import read_image
 from rewards import BoxJudge, ChatJudge, Judge, Reward, turn_score
 from rollout import Trajectory, Turn
 from sandbox import Observation
 
-# Trajectories of other agents
-
-FIELDS = {"question": str, "image": str, "answer": (str, type(None)), "correct": bool,
-          "steps": list, "targets": list, "kind": str, "text": str, "id": str}  # fmt: skip
-STEP = {"box": list, "image": str, "text": str, "code": str, "error": (str, type(None)),
-        "score": (int, float, type(None))}  # fmt: skip
+LINE = {
+    "question": str,
+    "image": str,
+    "answer": (str, type(None)),
+    "correct": bool,
+    "steps": list,
+    "targets": list,
+    "kind": str,
+    "text": str,
+    "id": str,
+}
+REQUIRED = ("question", "image", "answer", "correct", "steps")
+STEP = {
+    "box": list,
+    "image": str,
+    "text": str,
+    "code": str,
+    "error": (str, type(None)),
+    "score": (int, float, type(None)),
+}
 
 
 def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
@@ -53,22 +69,21 @@ def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, 
         try:
             if text.strip():
                 yield from_line(json.loads(text), path.parent, judge, f"line {number}")
-        # An infinite box overflows; brackets nested by the thousand recurse.
-        except (ValueError, OverflowError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # brackets nested by the thousand recurse
             raise ValueError(
                 f"{path}, line {number}: expected a trajectory as described at the head of "
-                f"faithfulness.py, but {error}"
+                f"beyond/agents.py, but {error}"
             ) from error
 
 
 def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajectory, Reward]:
-    check(line, FIELDS, [*FIELDS][:5], "the line")
+    check(line, LINE, REQUIRED, "the line")
     image, kind = read_image(line["image"], folder), line.get("kind", "search")
     boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
     sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
     turns, scores = [], []
     for number, step in enumerate(line["steps"], start=1):
-        check(step, STEP, [], f"step {number}")
+        check(step, STEP, (), f"step {number}")
         error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
         seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
         if box or "image" in step:
@@ -86,7 +101,7 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
     return trajectory, Reward(float(line["correct"]), None, 0.0, tuple(scores), None)
 
 
-def check(found: object, types: dict, must: list[str], what: str) -> None:
+def check(found: object, types: dict, must: Sequence[str], what: str) -> None:
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {found!r:.60}, no object")
     missing = [key for key in must if key not in found]
@@ -104,21 +119,16 @@ def box_in(image: Image.Image, box: object) -> Box:
         raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
     if all(0 <= v <= 1 for v in box) and not all(isinstance(v, int) for v in box):
         raise ValueError(f"expected pixels, got the box {box} in shares: multiply by the size")
-    (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])
-    cut = max(x0, 0), max(y0, 0), min(x1, image.width), min(y1, image.height)
-    if cut[0] >= cut[2] or cut[1] >= cut[3]:
-        raise ValueError(f"box {box} has no pixel of an image of {image.width}x{image.height}")
-    return cut
+    return outwards(*box, size=image.size)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Rates of recorded or hand-made trajectories.")
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("faithfulness.py", description="Rates of trajectories.")
     flag = parser.add_argument
-    flag("file", nargs="?", type=Path, help="trajectories.jsonl, or any agent's")
-    flag("--aggregate", choices=AGGREGATES, default="any", help="which pictures must be hits")
+    flag("file", type=Path, help="trajectories.jsonl, or any agent's")
     flag("--judge-url", help="of an OpenAI-compatible server that looks at unscored pictures")
     flag("--judge-model", default="", help="its name there")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         url, model = args.judge_url, args.judge_model
         pairs = read_foreign(args.file, ChatJudge(url, model, "evaluation") if url else HALF)
@@ -130,6 +140,6 @@ def main() -> None:
         parser.error(str(error))
     if not units:
         parser.error(f"{args.file} is empty: expected at least one trajectory")
-    counts = count((f for f, _ in units), args.aggregate, DRAWS)
-    used = add_up(((use, f.cluster) for f, use in units), DRAWS)
+    counts = count((f for f, _ in units), DRAWS)
+    used = means(((use, f.cluster) for f, use in units), DRAWS)
     print(listing(counts), cross_table(counts), listing(used), sep="\n\n")

@@ -1,12 +1,17 @@
 """
 evidence.py: was the tool needed, and was its evidence used?
 
-Concept     Was the tool needed, and was its evidence used?
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     Perturbations ask whether an answer follows the picture. Two further questions: would
+            the policy have answered as well without the tool, and how much does what the tool
+            showed raise the probability of the right answer? And do two judges agree on it?
+Paper       nothing: the ablation, the values of a call and the agreement of judges are ours. The
+            table of perturbations is CodeV's, arXiv:2511.19661, Table 6
+In          trajectories, their rewards, the policy that played them
+Out         rates with intervals, printed, and kept in studies.json
+Left out    what a further thought would have made of a crop: the answer follows at once
+Read next   faithfulness.py (rates and perturbations), docs/faithfulness.md (how to read them)
+
+    python evaluate.py --model DIR --bench toy --perturb all --ablation --out runs/eval
 """
 
 from __future__ import annotations
@@ -21,7 +26,20 @@ from types import SimpleNamespace
 import torch
 
 from beyond.audit import kappa
-from faithfulness import DRAWS, Rate, add_up, is_right, lie, listing, one, question_of, up_to, waves
+from faithfulness import (
+    DRAWS,
+    Answers,
+    Rate,
+    is_right,
+    listing,
+    means,
+    perturb,
+    perturbed,
+    plain_table,
+    question_of,
+    up_to,
+    waves,
+)
 from grpo import Objective, group_row, group_rows, log_probs
 from kit.qwen import Encoded, Policy
 from rewards import Judge, Lambdas, Reward, tapo
@@ -36,9 +54,9 @@ def agreement(
     None where one of them had no verdict; how often they agree; Cohen's kappa, None if chance alone
     would always agree. Calls that showed no picture, or crossed a red line, were not judged."""
     table: Counter[tuple[bool, bool] | None] = Counter()
-    for t, one, two in zip(trajectories, first, second, strict=True):
-        for step, *pair in zip(t.tool_turns, one.scores, two.scores, strict=True):
-            if step.observation.images and -1.0 not in pair:
+    for t, a, b in zip(trajectories, first, second, strict=True):
+        for turn, *pair in zip(t.tool_turns, a.scores, b.scores, strict=True):
+            if turn.observation.images and -1.0 not in pair:
                 table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
     cells = [table[a, b] for a in (True, False) for b in (True, False)]
     always = sum(cells) in (cells[0], cells[3])
@@ -83,10 +101,10 @@ def ablation(trajectories: Iterable[Trajectory], direct: Iterable[Trajectory]) -
     for t, d in zip(trajectories, direct, strict=True):
         if t.sample.kind == "search":
             a, b = is_right(t), is_right(d)
-            units.append(({"with tools": one(a), "without tools": one(b),
-                           "solved only with": one(a > b), "solved only without": one(a < b)},
-                          question_of(t.sample)))  # fmt: skip
-    return add_up(units, DRAWS)
+            answers = {"with tools": a, "without tools": b}
+            answers |= {"solved only with": a > b, "solved only without": a < b}
+            units.append((answers, question_of(t.sample)))
+    return means(units, DRAWS)
 
 
 @torch.no_grad()
@@ -106,28 +124,34 @@ def evidence(
     units = []
     for t, reward in zip(trajectories, rewards, strict=True):
         rng = Random(f"{seed} {t.sample.id}")
-        calls = [i for i, step in enumerate(t.turns) if step.observation]
+        calls = [i for i, turn in enumerate(t.turns) if turn.observation]
         for i, score in zip(calls, reward.scores, strict=True):
             if t.sample.kind != "search":
                 continue
-            seen, gain, decision = t.turns[i].observation, 0.0, 0.0
-            others = [lie("random", seen, t.sample.image, rng) for _ in range(crops)]
-            measured = bool(seen.images) and not any(o.environment for o in (seen, *others))
-            if measured:
+            seen, gain, decision = t.turns[i].observation, None, None
+            others = [perturbed("random", seen, t.sample.image, rng) for _ in range(crops)]
+            if seen.images and not any(o.environment for o in (seen, *others)):
                 real, *rest, direct = answer_log_probs(policy, t, i, [seen, *others], rules)
                 gain, decision = real - fmean(rest), real - direct
-            hit = measured and (score or 0) >= 1
-            miss = measured and score is not None and not hit
-            used, needed = gain > 0.1, decision > 0.1
-            units.append(({
-                "measured": one(measured),
-                "evidence value": one(gain, measured), "decision value": one(decision, measured),
-                "evidence value of a hit": one(gain, hit),
-                "evidence value of a miss": one(gain, miss),
-                "used": one(used, measured), "needed": one(needed, measured),
-                "needed and used": one(used and needed, measured),
-            }, question_of(t.sample)))  # fmt: skip
-    return add_up(units, DRAWS, seed)
+            units.append((worth(gain, decision, score), question_of(t.sample)))
+    return means(units, DRAWS, seed)
+
+
+def worth(gain: float | None, decision: float | None, score: float | None) -> Answers:
+    """What one call answers. gain: its evidence value; both values are None if not measured."""
+    if gain is None or decision is None:
+        return dict.fromkeys(worth(0.0, 0.0, None)) | {"measured": False}
+    used, needed = gain > 0.1, decision > 0.1
+    return {
+        "measured": True,
+        "evidence value": gain,
+        "decision value": decision,
+        "evidence value of a hit": gain if (score or 0) >= 1 else None,
+        "evidence value of a miss": gain if score is not None and score < 1 else None,
+        "used": used,
+        "needed": needed,
+        "needed and used": used and needed,
+    }
 
 
 def answer_log_probs(
@@ -153,19 +177,44 @@ def answer_log_probs(
     return scores.tolist()
 
 
+def perturb_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
+    """Table 6 as plain text, in %. possible: of how many trajectories there was something else to
+    show."""
+    if not study:
+        return "no tool showed a picture on any search question: there is nothing to perturb"
+
+    def cell(name: str, rate: Rate) -> str:
+        ends = rate.interval if name == "accuracy" else None
+        shares = [f"{100 * x:.1f}" for x in (rate.value, *(ends or ())) if x is not None]
+        return "{} [{}, {}]".format(*shares) if ends else "".join(shares) or "-"
+
+    rows = [["", "possible", "thoughts", "actions", "answers", "accuracy", "clean"]]
+    rows[0] += ["after a hit", "clean", "after a miss", "clean"]
+    for source, by_name in study.items():
+        rows.append([source, *[""] * 10])
+        for name, measures in by_name.items():
+            (_, n), *others = measures.items()
+            cells = [cell(*other) for other in others]
+            rows.append([f"  {name}", f"{n.numerator:g}/{n.denominator:g}", *cells])
+    return plain_table(rows)
+
+
 def studies(
-    policy: Policy | None, episodes: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
-    seed: int, second: Judge | None,
+    policy: Policy, episodes: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
+    seed: int, names: Sequence[str], ablate: bool, second: Judge | None,
 ) -> dict:  # fmt: skip
-    """What `evaluate.py` prints and keeps beside the rates: with `second`, how far two judges
-    agree; with a policy, whether its tools were needed and used."""
+    """What `evaluate.py` prints and keeps beside the rates: the perturbations in `names`; whether
+    tools were needed and used, if `ablate`; how far the judge and a `second` one agree."""
     found: dict = {}
     if second:
         theirs = [tapo([t], second, Lambdas(), Random(0))[0] for t in episodes]
         cells, agree, kappa = agreement(episodes, rewards, theirs)
         found["judges"] = {"agree": agree, "kappa": kappa}
         print(f"boxes and judge agree: {agree}, kappa {kappa}; (boxes, judge): {dict(cells)}\n")
-    if policy:
+    if names:
+        found["perturb"] = perturb(policy, episodes, rewards, rules, names, seed)
+        print(perturb_table(found["perturb"]), end="\n\n")
+    if ablate:
         found["ablation"] = ablation(episodes, without_tools(policy, episodes, rules))
         found["evidence"] = evidence(policy, episodes, rewards, rules, seed=seed)
         print(listing(found["ablation"]), "", listing(found["evidence"]), "", sep="\n")

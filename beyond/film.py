@@ -3,10 +3,10 @@ film.py: one episode as a picture.
 
 Concept     One episode as a picture.
 Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+In
+Out
+Left out
+Read next
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from evaluate import COLORS, Episodes, make_folder, runs_of, scored
-from faithfulness import faithful, finding
+from faithfulness import finding
 from kit.benchmarks import LETTERS
 from kit.boxes import Box
 from rewards import Reward
@@ -99,7 +99,7 @@ def draw_film(args: argparse.Namespace) -> Path:
     if not len(episodes):
         raise ValueError(f"no trajectories.jsonl with episodes in {args.film}")
     pairs = enumerate(zip(episodes, episodes.rewards), start=1)
-    good = (i for i, (t, r) in pairs if r.right and faithful(finding(t, r)))
+    good = (i for i, (t, r) in pairs if r.right and finding(t, r).look == "faithful")
     at = (next(good, 1) if args.episode is None else args.episode) - 1
     if not 0 <= at < len(episodes):
         raise ValueError(f"--episode is 1 to {len(episodes)}, got {args.episode}")

@@ -11,6 +11,10 @@ Read next   sandbox.py (which crops are true), rewards.py (what a crop of a targ
 """
 
 import math
+from collections.abc import Iterable
+from random import Random
+
+import numpy as np
 
 Box = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels of the input image
 
@@ -66,3 +70,31 @@ def outwards(
         image = f" of an image of {size[0]}x{size[1]}" if size else ": expected x0 < x1 and y0 < y1"
         raise ValueError(f"box {given} has no pixel{image}")
     return box
+
+
+def covered(target: Box, crops: Iterable[Box]) -> float:
+    """|target ∩ (the union of the crops)| / |target|, counted pixel by pixel."""
+    x0, y0, x1, y1 = target
+    seen = np.zeros((y1 - y0, x1 - x0), bool)
+    for u0, v0, u1, v1 in crops:
+        seen[max(v0 - y0, 0) : max(v1 - y0, 0), max(u0 - x0, 0) : max(u1 - x0, 0)] = True
+    return float(seen.mean())
+
+
+def beside(box: Box, size: tuple[int, int], rng: Random) -> Box | None:
+    """A box as large as this one, uniformly drawn among all that do not overlap it."""
+    (x0, y0, x1, y1), (w, h) = box, (box[2] - box[0], box[3] - box[1])
+    right, bottom = size[0] - w, size[1] - h  # the last places of a box's upper left corner
+    first, last = max(0, x0 - w + 1), min(x1 - 1, right)
+    strips = [  # least and most x, least and most y, of that corner
+        (0, x0 - w, 0, bottom),  # left of the box
+        (x1, right, 0, bottom),  # right of it
+        (first, last, 0, y0 - h),  # above
+        (first, last, y1, bottom),  # below
+    ]
+    sizes = [max(0, b - a + 1) * max(0, d - c + 1) for a, b, c, d in strips]
+    if not sum(sizes):
+        return None
+    a, b, c, d = rng.choices(strips, sizes)[0]
+    x, y = rng.randint(a, b), rng.randint(c, d)
+    return x, y, x + w, y + h

@@ -17,18 +17,15 @@ from beyond.agents import read_foreign
 from beyond.evidence import agreement
 from data import Sample
 from faithfulness import (
-    AGGREGATES,
     Finding,
     Rate,
-    add_up,
+    answers,
     count,
-    covered,
     cross_table,
-    faithful,
     finding,
     kinds_of,
     listing,
-    parts,
+    means,
     question_of,
     rates,
     tool_use,
@@ -118,7 +115,7 @@ def test_areas_are_of_every_crop_and_recall_is_by_proper_ones():
 def test_rewards_without_step_scores_are_refused():
     trajectory = hand_made(SEARCH, GOOD, answer="checker")
     (reward,) = accuracy([trajectory], BoxJudge(), Lambdas(), random.Random(0))
-    with pytest.raises(ValueError, match="s1.*1 tool steps, got 0; rate with rewards.tapo"):
+    with pytest.raises(ValueError, match="s1.*1 tool turns, got 0; rate with rewards.tapo"):
         rates([trajectory], [reward])
 
 
@@ -126,31 +123,27 @@ def test_rewards_without_step_scores_are_refused():
 
 
 @pytest.mark.parametrize(
-    "scores, shares",
+    "scores, look",
     [
-        ((1.0,), {"any": 1, "all": 1, "last": 1, "mean": 1}),
-        ((0.5,), {"any": 0, "all": 0, "last": 0, "mean": 0}),
-        ((0.0, 1.0), {"any": 1, "all": 0, "last": 1, "mean": 0.5}),
-        ((1.0, 0.0), {"any": 1, "all": 0, "last": 0, "mean": 0.5}),
-        ((1.0, 0.5, -1.0, 1.0), {"any": 1, "all": 0, "last": 1, "mean": 0.5}),
-        ((), {"any": 0, "all": 0, "last": 0, "mean": 0}),
+        ((1.0,), "faithful"),
+        ((0.5,), "unfaithful"),
+        ((0.0, 1.0), "faithful"),
+        ((1.0, 0.0), "faithful"),
+        ((1.0, 0.5, -1.0, 1.0), "faithful"),
+        ((0.5, 0.5), "unfaithful"),
+        ((), "no tool"),
     ],
 )
-def test_four_ways_to_treat_several_pictures(scores, shares):
-    assert {name: faithful(made(*scores), name) for name in AGGREGATES} == shares
-
-
-def test_an_unknown_aggregate_lists_the_known_ones():
-    with pytest.raises(ValueError, match="any, all, last, mean; got 'most'"):
-        faithful(made(1.0), "most")
+def test_one_hit_among_several_pictures_is_enough(scores, look):
+    assert made(*scores).look == look
 
 
 # Counts
 
 
-def cells(findings, aggregate="any"):
+def cells(findings):
     """The four numbers of the table correct x faithful."""
-    head, *rows = cross_table(count(findings, aggregate)).splitlines()
+    head, *rows = cross_table(count(findings)).splitlines()
     assert head.split() == ["faithful", "not"]
     assert [row.split()[0] for row in rows] == ["correct", "wrong"]
     return [float(cell) for row in rows for cell in row.split()[1:]]
@@ -224,16 +217,6 @@ def test_a_target_seen_in_parts_is_covered_by_their_union():
     assert f.focuses == (1600 / 2400,)  # only the second shows half of the target
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 30)] * 4), max_size=4))
-def test_cover_counts_pixels_and_never_falls_with_one_more_crop(corners):
-    crops = [(min(a, c), min(b, d), max(a, c) + 1, max(b, d) + 1) for a, b, c, d in corners]
-    target = (5, 8, 25, 18)
-    inside = [any(x0 <= x < x1 and y0 <= y < y1 for x0, y0, x1, y1 in crops)
-              for x in range(5, 25) for y in range(8, 18)]  # fmt: skip
-    assert covered(target, crops) == pytest.approx(sum(inside) / 200)
-    assert covered(target, crops[:-1]) <= covered(target, crops)
-
-
 def test_questions_without_boxes_stay_out_of_the_box_rates():
     blind = made(1.0)
     assert count([blind])["box_any_50"].denominator == 0
@@ -300,8 +283,8 @@ def test_plays_of_one_question_are_drawn_together():
 
 def test_intervals_repeat_with_their_seed_and_are_absent_where_nothing_can_be_drawn():
     findings = [made(1.0, correct=i < 3) for i in range(9)]
-    units = [(parts(f), "") for f in findings]
-    assert add_up(units, 50, seed=1) == add_up(units, 50, seed=1) != add_up(units, 50, seed=2)
+    units = [(answers(f), "") for f in findings]
+    assert means(units, 50, seed=1) == means(units, 50, seed=1) != means(units, 50, seed=2)
     assert count(findings)["accuracy"].interval is None
     assert count(findings, draws=50)["direct_accuracy"].interval is None  # 0 of 0
     assert count([replace(f, cluster="q") for f in findings], draws=50)["accuracy"].interval is None
@@ -310,10 +293,11 @@ def test_intervals_repeat_with_their_seed_and_are_absent_where_nothing_can_be_dr
 
 
 def test_the_cycles_of_a_question_are_one_question():
-    rows = [replace(SEARCH, id=str(i), source=f"hrbench4k/single/{i}", options=options)
+    rows = [replace(SEARCH, id=str(i), source="hrbench4k", part="single", cycle=str(i),
+                    options=options)
             for i, options in enumerate((("a", "b"), ("b", "a")))]  # fmt: skip
     assert question_of(rows[0]) == question_of(rows[1]) != question_of(SEARCH) == "s1"
-    assert question_of(replace(rows[0], source="vstar/relative")) == "0"
+    assert question_of(replace(rows[0], cycle="")) == "0"
 
 
 # Two judges
@@ -515,36 +499,33 @@ def test_what_does_not_fit_the_schema_is_named_with_its_line(folder, line, messa
         list(read_foreign(write(folder, BASE, line)))
 
 
-def run_main(monkeypatch, capsys, *argv):
-    monkeypatch.setattr("sys.argv", ["faithfulness.py", *map(str, argv)])
-    beyond.agents.main()
+def run_main(capsys, *argv):
+    beyond.agents.main([*map(str, argv)])
     return capsys.readouterr().out
 
 
-def test_the_command_prints_rates_intervals_and_tables(folder, monkeypatch, capsys):
+def test_the_command_prints_rates_intervals_and_tables(folder, capsys):
     hit = BASE | {"targets": [[70, 70, 90, 90]], "steps": [{"box": [64, 64, 128, 128]}]}
-    out = run_main(monkeypatch, capsys, write(folder, hit, "", hit | {"correct": False}))
+    out = run_main(capsys, write(folder, hit, "", hit | {"correct": False}))
     assert re.search(r"faithful_and_correct +0.500 \[0.000, 1.000\] \(1/2\)", out)
     assert re.search(r"correct +1 +0\nwrong +1 +0\n", out)
     assert re.search(r"1 calls +1.000 ", out)
 
 
-def test_the_command_reads_our_own_trajectories_too(folder, monkeypatch, capsys):
+def test_the_command_reads_our_own_trajectories_too(folder, capsys):
     trajectories = [hand_made(SEARCH, WRONG, GOOD, answer="checker"), hand_made(SEARCH, answer="x")]
     evaluate.write_trajectories(trajectories, scored(trajectories), folder=folder)
-    out = run_main(monkeypatch, capsys, folder / "trajectories.jsonl")
+    out = run_main(capsys, folder / "trajectories.jsonl")
     assert re.search(r"faithful_and_correct +0.500 \(1/2\)", out)  # one question: no interval
-    out = run_main(monkeypatch, capsys, folder / "trajectories.jsonl", "--aggregate", "all")
-    assert re.search(r"faithful_and_correct +0.000 \(0/2\)", out)
 
 
 @pytest.mark.parametrize(
     "text, message", [("", "is empty"), (None, "No such file"), ("{", "line 1")]
 )
-def test_the_command_says_what_is_wrong_with_a_file(folder, monkeypatch, capsys, text, message):
+def test_the_command_says_what_is_wrong_with_a_file(folder, capsys, text, message):
     path = folder / "none.jsonl" if text is None else write(folder, text)
     with pytest.raises(SystemExit):
-        run_main(monkeypatch, capsys, path)
+        run_main(capsys, path)
     assert message in capsys.readouterr().err
 
 
@@ -558,7 +539,6 @@ some = st.lists(
     ),
     max_size=12,
 )  # fmt: skip
-aggregates = st.sampled_from(list(AGGREGATES))
 
 
 def total(counts, suffix=""):
@@ -566,17 +546,17 @@ def total(counts, suffix=""):
     return sum(counts[name + suffix].numerator for name in names)
 
 
-@given(some, aggregates)
-def test_the_three_rates_partition_the_questions(findings, aggregate):
-    counts = count(findings, aggregate)
+@given(some)
+def test_the_three_rates_partition_the_questions(findings):
+    counts = count(findings)
     assert total(counts) == pytest.approx(counts["faithful"].denominator)
     given_correct = counts["faithful_given_correct"].denominator
     assert total(counts, "_given_correct") == pytest.approx(given_correct)
 
 
-@given(some, aggregates)
-def test_conditional_times_accuracy_is_the_headline(findings, aggregate):
-    counts = count([f for f in findings if f.has_verdict], aggregate)
+@given(some)
+def test_conditional_times_accuracy_is_the_headline(findings):
+    counts = count([f for f in findings if None not in f.scores])
     headline = counts["faithful_and_correct"].value
     conditional, share = counts["faithful_given_correct"], counts["search_accuracy"]
     if conditional.value is not None:
@@ -595,33 +575,26 @@ def test_one_more_hit_never_lowers_the_any_rate(findings, data):
     assert (after.value or 0) >= (before.value or 0)
 
 
-@given(some)
-def test_all_is_the_strictest_and_any_the_most_lenient(findings):
-    shares = {name: count(findings, name)["faithful"].numerator for name in AGGREGATES}
-    assert shares["all"] <= shares["mean"] <= shares["any"]
-    assert shares["all"] <= shares["last"] <= shares["any"]
-
-
-@given(some, st.randoms(use_true_random=False), aggregates)
-def test_order_does_not_matter(findings, shuffle, aggregate):
+@given(some, st.randoms(use_true_random=False))
+def test_order_does_not_matter(findings, shuffle):
     mixed = findings[:]
     shuffle.shuffle(mixed)
-    for name, rate in count(findings, aggregate).items():
-        other = count(mixed, aggregate)[name]
+    for name, rate in count(findings).items():
+        other = count(mixed)[name]
         assert (rate.value, rate.denominator) == pytest.approx((other.value, other.denominator))
 
 
-@given(some, aggregates)
-def test_the_cross_table_adds_up(findings, aggregate):
-    told = [f for f in findings if f.search and f.has_verdict]
-    expected = [sum(share(faithful(f, aggregate)) for f in told if f.correct == right)
+@given(some)
+def test_the_cross_table_adds_up(findings):
+    told = [f for f in findings if f.search and None not in f.scores]
+    expected = [sum(share(any(f.hits)) for f in told if f.correct == right)
                 for right in (True, False) for share in (float, lambda x: 1 - x)]  # fmt: skip
-    assert cells(findings, aggregate) == pytest.approx(expected, rel=1e-4)
+    assert cells(findings) == pytest.approx(expected, rel=1e-4)
 
 
-@given(some, aggregates)
-def test_an_interval_holds_its_rate_and_lies_between_what_units_say(findings, aggregate):
-    for rate in count(findings, aggregate, draws=40).values():
+@given(some)
+def test_an_interval_holds_its_rate_and_lies_between_what_units_say(findings):
+    for rate in count(findings, draws=40).values():
         if rate.interval:
             low, high = rate.interval
             assert 0 <= low <= high and (rate.numerator > 0 or low == high == 0)

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_perturb.py      about 15 s: lies, and what a policy makes of them"""
+"""python -m pytest tests/test_perturb.py      about 15 s: perturbed pictures, and what a policy makes of them"""
 
 import io
 import random
@@ -16,9 +16,18 @@ from PIL import Image
 import beyond.evidence
 import faithfulness
 import rollout
-from beyond.evidence import ablation, answer_log_probs, answer_now, evidence, without_tools
+from beyond.evidence import (
+    ablation,
+    answer_log_probs,
+    answer_now,
+    evidence,
+    perturb_table,
+    without_tools,
+)
 from data import CELL, crop_turn, toy_questions
-from faithfulness import PERTURBATIONS, lie, perturb, place_beside, retell, study_table, up_to
+from faithfulness import perturb, perturbed, play_perturbed, up_to
+from kit.boxes import beside
+from kit.perturbations import PERTURBATIONS
 from rewards import BoxJudge, Lambdas, tapo
 from rollout import encode_observation, play
 from sandbox import Observation
@@ -89,7 +98,7 @@ def values(rates):
     return {name: rate.value for name, rate in rates.items()}
 
 
-# Lies
+# What is shown instead
 
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 40))
 
@@ -119,7 +128,7 @@ def test_mask_and_noise_differ_from_any_picture_and_keep_its_size(crop, seed):
     image, box = crop
     seen = seen_in(image, box)
     for name in ("mask", "noise"):
-        (told,) = lie(name, seen, image, random.Random(seed)).images
+        (told,) = perturbed(name, seen, image, random.Random(seed)).images
         assert told.size == seen.images[0].size and told.mode == "RGB"
         assert told.tobytes() != seen.images[0].tobytes() or (name == "noise" and area(box) < 4)
 
@@ -128,7 +137,7 @@ def test_a_grey_picture_is_masked_black_though_it_was_read_from_a_file():
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), (128, 128, 128)).save(buffer, "PNG")
     seen = Observation("log", [Image.open(buffer)], [None], ["crop"])
-    (told,) = lie("mask", seen, Image.new("RGB", (9, 9)), random.Random(0)).images
+    (told,) = perturbed("mask", seen, Image.new("RGB", (9, 9)), random.Random(0)).images
     assert told.getextrema() == ((0, 0),) * 3
 
 
@@ -139,18 +148,18 @@ def area(box):
 @given(crops(), st.integers(0, 9))
 def test_random_is_as_large_lies_in_the_image_and_never_overlaps(crop, seed):
     image, box = crop
-    place = place_beside(box, image.size, random.Random(seed))
+    place = beside(box, image.size, random.Random(seed))
     w, h = box[2] - box[0], box[3] - box[1]
-    beside = [(x, y, x + w, y + h) for x in range(image.width - w + 1)
+    others = [(x, y, x + w, y + h) for x in range(image.width - w + 1)
               for y in range(image.height - h + 1)]  # fmt: skip
-    beside = [other for other in beside if not overlap(other, box)]
-    assert place in beside if beside else place is None
+    others = [other for other in others if not overlap(other, box)]
+    assert place in others if others else place is None
 
 
 def test_random_reaches_every_free_place_equally():
     rng, counts = random.Random(0), {}
     for _ in range(8000):
-        place = place_beside((2, 1, 4, 3), (6, 5), rng)
+        place = beside((2, 1, 4, 3), (6, 5), rng)
         counts[place] = counts.get(place, 0) + 1
     assert len(counts) == 5 * 4 - 9 and max(counts.values()) < 1.25 * min(counts.values())
 
@@ -158,22 +167,22 @@ def test_random_reaches_every_free_place_equally():
 def test_random_shows_that_place_at_the_scale_of_the_crop():
     image = SEARCH[0].image
     seen = replace(seen_in(image, (0, 0, 64, 64)), images=[Image.new("RGB", (128, 128))])
-    told = lie("random", seen, image, random.Random(3))
-    place = place_beside((0, 0, 64, 64), image.size, random.Random(3))
+    told = perturbed("random", seen, image, random.Random(3))
+    place = beside((0, 0, 64, 64), image.size, random.Random(3))
     assert told.images[0].tobytes() == image.crop(place).resize((128, 128)).tobytes()
 
 
 def test_identity_is_encoded_again_and_looks_the_same():
     image = SEARCH[0].image
     seen = seen_in(image, cell_of(SEARCH[0]))
-    (told,) = lie("identity", seen, image, random.Random(0)).images
+    (told,) = perturbed("identity", seen, image, random.Random(0)).images
     gap = np.abs(np.asarray(told, int) - np.asarray(seen.images[0], int))
     assert 0 < gap.mean() < 4 and told.size == seen.images[0].size
 
 
 def test_empty_says_and_shows_nothing_at_all(policy):
     seen = seen_in(SEARCH[0].image, (0, 0, 64, 64), notes=["a repair"], error="an error")
-    told = lie("empty", seen, SEARCH[0].image, random.Random(0))
+    told = perturbed("empty", seen, SEARCH[0].image, random.Random(0))
     nothing = encode_observation(policy, Observation(), [], False, 99)
     assert encode_observation(policy, told, [], False, 99) == nothing
 
@@ -181,7 +190,7 @@ def test_empty_says_and_shows_nothing_at_all(policy):
 def test_other_lies_leave_what_was_printed_and_what_the_code_asked_for():
     seen = seen_in(SEARCH[0].image, (0, 0, 64, 64))
     for name in ("identity", "mask", "noise", "random"):
-        told = lie(name, seen, SEARCH[0].image, random.Random(0))
+        told = perturbed(name, seen, SEARCH[0].image, random.Random(0))
         assert (told.text, told.boxes) == ("log", [(0, 0, 64, 64)])
 
 
@@ -189,8 +198,8 @@ def test_no_room_and_no_box_cannot_be_told_as_random():
     image = SEARCH[0].image
     drawn = Observation(images=[image], boxes=[None], sources=["show"])
     for seen in (seen_in(image, (0, 0, 129, 256)), drawn):
-        assert lie("random", seen, image, random.Random(0)).environment
-        assert not lie("mask", seen, image, random.Random(0)).environment
+        assert perturbed("random", seen, image, random.Random(0)).environment
+        assert not perturbed("mask", seen, image, random.Random(0)).environment
 
 
 # The study
@@ -265,7 +274,7 @@ def test_later_pictures_are_lies_too_and_the_code_lives_in_the_true_world(policy
     rules = replace(GREEDY, turns=6)
     (t,), _ = played(policy, reply, SEARCH[:1], rules)
     with speaking(reply):
-        (copy,) = retell(policy, [(t, 1)], "mask", rules, seed=0)
+        (copy,) = play_perturbed(policy, [(t, 1)], "mask", rules, seed=0)
     shown = [step.observation.images for step in copy.tool_turns]
     assert [len(images) for images in shown] == [0, 1, 1, 0]
     assert all(picture.getextrema() == ((128, 128),) * 3 for i in shown for picture in i)
@@ -276,7 +285,7 @@ def test_later_pictures_are_lies_too_and_the_code_lives_in_the_true_world(policy
 def test_all_before_the_first_lie_is_the_clean_trajectory(policy):
     (t,), _ = played(policy, reads, SEARCH[:1])
     with speaking(reads):
-        (copy,) = retell(policy, [(t, 0)], "noise", GREEDY, seed=0)
+        (copy,) = play_perturbed(policy, [(t, 0)], "noise", GREEDY, seed=0)
     end = t.turns[0].end
     assert copy.ids[:end] == t.ids[:end] and copy.acted[:end] == t.acted[:end]
     assert copy.ids != t.ids and len(copy.images) == len(t.images) == 2
@@ -289,7 +298,7 @@ def test_going_on_from_the_middle_is_exact(policy):
     script = [LOOK, LOOK.replace("64,128,128,192", "0,0,64,64"), ANSWER]
     with scripted(policy, [script]) as heard:
         groups = play(policy, SEARCH[:2], 1, GREEDY)
-        copies = retell(policy, [(t, 0) for (t,) in groups], "noise", GREEDY, seed=0)
+        copies = play_perturbed(policy, [(t, 0) for (t,) in groups], "noise", GREEDY, seed=0)
     for copy in copies:
         logits, turns = fresh_logits(policy, copy), heard[id(copy)]
         assert len(turns) == 2 and copy.ended == "answered"
@@ -326,7 +335,7 @@ def test_only_search_questions_with_a_picture_are_perturbed(policy):
 
     trajectories, rewards = played(policy, reply, [*SEARCH, *NEUTRAL])
     assert trajectories[-1].tool_turns and perturb(policy, trajectories, rewards, GREEDY) == {}
-    assert "nothing to perturb" in study_table({})
+    assert "nothing to perturb" in perturb_table({})
 
 
 def test_questions_of_several_sources_are_reported_apart_and_together(policy):
@@ -334,10 +343,10 @@ def test_questions_of_several_sources_are_reported_apart_and_together(policy):
     trajectories, rewards = played(policy, reads, samples)
     with speaking(reads):
         study = perturb(policy, trajectories, rewards, GREEDY, ["mask"])
-    assert {name: lies["mask"]["possible"].denominator for name, lies in study.items()} == {
+    assert {name: by_name["mask"]["possible"].denominator for name, by_name in study.items()} == {
         "all": 3, "toy": 1, "hard": 2,
     }  # fmt: skip
-    lines = study_table(study).splitlines()
+    lines = perturb_table(study).splitlines()
     assert lines[1] == "all" and lines[2].split() == (
         "mask 3/3 0.0 0.0 100.0 0.0 [0.0, 0.0] 100.0 0.0 100.0 - -".split()
     )
@@ -352,7 +361,7 @@ def test_answers_without_a_verdict_leave_accuracy_and_nothing_else(policy):
     assert rates["accuracy"].denominator == 0 and rates["answers"].denominator == 3
 
 
-def test_an_unknown_lie_and_a_warm_policy_are_refused(policy):
+def test_an_unknown_perturbation_and_a_warm_policy_are_refused(policy):
     with pytest.raises(ValueError, match="identity, mask, noise, random, empty; got blur"):
         perturb(policy, [], [], GREEDY, ["mask", "blur"])
     with pytest.raises(ValueError, match="greedy.*temperature 1"):
@@ -375,7 +384,7 @@ def test_no_sandbox_outlives_an_error(policy, monkeypatch):
     monkeypatch.setattr(faithfulness, "Sandbox", Watched)
     monkeypatch.setattr(faithfulness, "play_on", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        retell(policy, [(t, 0), (t, 0)], "mask", GREEDY, seed=0)
+        play_perturbed(policy, [(t, 0), (t, 0)], "mask", GREEDY, seed=0)
     assert len(opened) == 2 and set(opened) == set(closed)
 
 
