@@ -4,8 +4,7 @@ train.py: the whole method as a story. Act, judge, compare, learn, report.
 Concept     Stage 1 (SFT) teaches the policy to speak the format; stage 2 (TAPO) teaches it to look
             where the evidence is. `main` is the table of contents; every verb has its own file.
 Paper       CodeV, arXiv:2511.19661, the method and its training
-In          the command line, which is the Config below and nothing else. (No `from __future__
-            import annotations` here: each flag takes its type from a field of Config.)
+In          the command line, which is the Config below and nothing else
 Out         a folder with config.json, log.jsonl, summary.json, curves.png, report.html, sft/, rl/
 Left out    generation by another engine than transformers; several judges
 Read next   rollout.py, rewards.py, grpo.py: the verbs in their order
@@ -22,7 +21,8 @@ on which process: a resumed run needs no saved generator states to end exactly w
 uninterrupted one does, and two processes play the same games as one.
 """
 
-import argparse
+from __future__ import annotations
+
 import copy
 import gc
 import importlib
@@ -38,7 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,8 +51,8 @@ from data import Sample, demonstrations, load_rl, toy_questions
 from evaluate import Unusable, curves, evaluate, load_toy, report, table
 from faithfulness import rates
 from grpo import ADVANTAGES, LOSS_AVERAGES, LogProbs, Objective, Row, learn, micro_batches
-from kit.flags import flag, knob
-from kit.folder import Run, read_json, read_state, write_json
+from kit.flags import knob, parse, refusals, through_door
+from kit.folder import Run, can_be_made, read_config, write_json
 from kit.processes import actor_of, gathered, merged, mine, parts, processes, shard, sync
 from kit.qwen import Policy, check_checkpoint, freeze_vision
 from kit.tables import read_rows
@@ -72,86 +72,91 @@ from sandbox import Limits
 from sft import TRAIN_ROUNDS, imitate, load_thyme, mean_logp, replay_all, rows_of, shuffled
 
 
-# fmt: off
+paper, notes, verl, thyme, ours = (
+    partial(knob, source=name) for name in ("paper", "notes", "verl", "thyme", "ours")
+)
+
+
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag, and what is saved beside each run. Defaults are those of the paper's
-    7B run where it gives any; the presets below say where the toy differs."""
+    """Every field is a flag, and what is saved beside each run. Its name says where the default of
+    the paper's 7B run comes from: the paper, notes by others on it, verl (a library for RL), Thyme
+    (its SFT data and code) or us. The presets below say where the toy differs."""
 
-    preset: str = knob("toy", "ours", "a set of defaults", ("toy", "codev-7b", "tiny-base"))
-    model: str = knob("tiny", "ours", "checkpoint folder or hub name to start from")
-    out: str = knob("runs/toy", "ours", "folder for everything this run writes")
-    seed: int = knob(0, "ours", "the same seed on the same machine repeats a CPU run exactly")
-    threads: int = knob(0, "ours", "CPU threads of torch; 0: torch chooses")
-    save_every: int = knob(10, "ours", "steps between two checkpoints to resume from")
-    keep: int = knob(1, "ours", "newest checkpoints that are kept, beside the best")
-    timeout: float = knob(1800.0, "ours", "seconds that processes wait for one that does not come")
-    tracker: str = knob("none", "ours", "also send the log to this",
-                        ("none", "tensorboard", "wandb", "trackio"))
-    transcript_every: int = knob(10, "ours", "steps between two episodes written out as text")
+    preset: str = ours("toy", "a set of defaults", choices=("toy", "codev-7b", "tiny-base"))
+    model: str = ours("tiny", "checkpoint folder or hub name to start from")
+    out: str = ours("runs/toy", "folder for everything this run writes")
+    seed: int = ours(0, "the same seed on the same machine repeats a CPU run exactly")
+    threads: int = ours(0, "CPU threads of torch; 0: torch chooses", least=0)
+    save_every: int = ours(10, "steps between two checkpoints to resume from", least=1)
+    keep: int = ours(1, "newest checkpoints that are kept, beside the best", least=1)
+    timeout: float = ours(1800.0, "seconds to wait for a process that does not come", least=1)
+    tracker: str = ours(
+        "none", "also send the log to this", choices=("none", "tensorboard", "wandb", "trackio")
+    )
+    transcript_every: int = ours(10, "steps between two episodes written out as text", least=1)
 
-    sft_data: str = knob("", "ours", "demonstrations in Thyme-SFT's form: a file, folder or hub "
-                         "name; empty: the toy's")
-    rl_data: str = knob("", "ours", "questions: file, folder or hub name; empty: the toy's")
-    on_bad: str = knob("skip", "ours", "a row that cannot be used", ("skip", "stop"))
-    max_pixels: int = knob(3_211_264, "thyme", "pixels of an image (RL: ours); 0: the model's own")
-    judge_url: str = knob("", "ours", "OpenAI-compatible server of the judge; key: JUDGE_API_KEY")
-    judge_model: str = knob("Qwen/Qwen2.5-VL-32B-Instruct", "notes", "the judge's name there")
-    shortcut: float = knob(1.0, "ours", "toy: share of squares that wear their colour's usual "
-                           "texture. 1: guessing pays; 0.5: looking pays")
+    sft_data: str = ours("", "demonstrations like Thyme-SFT's: file, folder or hub name; else toy")
+    rl_data: str = ours("", "questions: a file, folder or hub name; empty: the toy's")
+    on_bad: str = ours("skip", "a row that cannot be used", choices=("skip", "stop"))
+    max_pixels: int = thyme(3_211_264, "pixels of an image (RL: ours); 0: the model's own", least=0)
+    judge_url: str = ours("", "OpenAI-compatible server of the judge; its key: JUDGE_API_KEY")
+    judge_model: str = notes("Qwen/Qwen2.5-VL-32B-Instruct", "the judge's name there")
+    shortcut: float = ours(1.0, "toy: squares with their usual texture; 1: all", least=0, most=1)
 
-    sft_steps: int = knob(-1, "ours", "steps of stage 1; -1: --sft-epochs; 0: --model has had SFT")
-    sft_epochs: float = knob(3.0, "paper", "passes over --sft-data")
-    sft_batch: int = knob(128, "thyme", "demonstrations per step")
-    sft_lr: float = knob(1e-5, "thyme", "peak learning rate of stage 1")
-    sft_warmup: float = knob(0.05, "thyme", "share of stage 1 in which the learning rate rises")
-    sft_demos: int = knob(2500, "ours", "toy: demonstrations in all")
-    train_rounds: str = knob("last_code_and_answer", "thyme", "turns of a demonstration to learn",
-                             tuple(TRAIN_ROUNDS))
-    freeze_vision: str = knob("sft", "thyme", "where the vision tower keeps its weights (rl: ours)",
-                              ("none", "sft", "rl", "both"))
+    sft_steps: int = ours(-1, "steps of SFT; -1: --sft-epochs; 0: --model has had it", least=-1)
+    sft_epochs: float = paper(3.0, "passes over --sft-data", above=0)
+    sft_batch: int = thyme(128, "demonstrations per step", least=1)
+    sft_lr: float = thyme(1e-5, "peak learning rate of stage 1", above=0)
+    sft_warmup: float = thyme(0.05, "share of stage 1 in which the learning rate rises", least=0)
+    sft_demos: int = ours(2500, "toy: demonstrations in all", least=1)
+    train_rounds: str = thyme("last_code_and_answer", "turns to learn from", choices=TRAIN_ROUNDS)
+    freeze_vision: str = thyme(
+        "sft", "where the vision tower keeps its weights", choices=("none", "sft", "rl", "both")
+    )
 
-    rl_steps: int = knob(200, "paper", "steps of stage 2")
-    questions: int = knob(256, "paper", "questions per step, those of all processes together")
-    rollouts: int = knob(8, "paper", "K, rollouts per question")
-    turns: int = knob(5, "ours", "T, turns of one rollout, in training and in its evaluation")
-    temperature: float = knob(1.0, "paper", "of the sampler, and of every log-probability")
-    max_new_tokens: int = knob(1024, "ours", "tokens of one turn")
-    max_length: int = knob(10240, "thyme", "tokens of a whole trajectory (in RL: ours)")
-    max_log_chars: int = knob(2000, "ours", "characters of a program's output; errors stay whole")
+    rl_steps: int = paper(200, "steps of stage 2", least=0)
+    questions: int = paper(256, "questions per step, those of all processes together", least=1)
+    rollouts: int = paper(8, "K, rollouts per question, to compare with each other", least=2)
+    turns: int = ours(5, "T, turns of one rollout, in training and in its evaluation", least=1)
+    temperature: float = paper(1.0, "of the sampler, and of every log-probability", above=0)
+    max_new_tokens: int = ours(1024, "tokens of one turn", least=1)
+    max_length: int = thyme(10240, "tokens of a whole trajectory (in RL: ours)")
+    max_log_chars: int = ours(2000, "characters of a program's output; errors stay whole", least=0)
 
-    reward: str = knob("tapo", "paper", "what stage 2 rewards: tapo, accuracy, tool_bonus, "
-                       "random, a rival (beyond/rivals.py) or my_file.my_reward")
-    lambda_acc: float = knob(1.0, "ours", "weight of a right answer, Eq. 5")
-    lambda_tool: float = knob(0.2, "ours", "weight of what the tools showed, Eq. 5")
-    lambda_fmt: float = knob(0.2, "ours", "weight of the format penalty; 0 gives the printed Eq. 5")
-    adv_norm: str = knob("none", "paper", "divide advantages by the group's deviation?",
-                         tuple(ADVANTAGES))
-    ratio_anchor: str = knob("old", "ours", "denominator of Eq. 3; notes on the paper have ref",
-                             ("old", "ref"))
-    loss_agg: str = knob("token", "verl", "mean over all tokens, or of each rollout's own mean",
-                         tuple(LOSS_AVERAGES))
-    eps: float = knob(0.2, "verl", "clip range of Eq. 4")
-    beta: float = knob(1e-3, "verl", "KL weight of Eq. 4; at 0 the reference model is not loaded")
-    mask_truncated: bool = knob(False, "ours", "a deviation: cut-off rollouts teach nothing")
-    updates: int = knob(1, "verl", "optimiser steps per batch of rollouts")
-    rl_lr: float = knob(1e-6, "paper", "learning rate of stage 2")
-    max_grad_norm: float = knob(1.0, "verl", "gradient clipping")
-    row_tokens: int = knob(8192, "ours", "most tokens in one row or micro-batch: sets memory")
-    activation_checkpointing: bool = knob(True, "ours", "recompute activations: time for memory")
+    reward: str = paper(
+        "tapo",
+        "tapo, accuracy, tool_bonus, random, a rival (beyond/rivals.py) or my_file.my_reward",
+    )
+    lambda_acc: float = ours(1.0, "weight of a right answer, Eq. 5", above=0)
+    lambda_tool: float = ours(0.2, "weight of what the tools showed, Eq. 5")
+    lambda_fmt: float = ours(0.2, "weight of the format; 0 gives the printed Eq. 5", least=0)
+    adv_norm: str = paper("none", "divide by the group's deviation?", choices=ADVANTAGES)
+    ratio_anchor: str = ours("old", "denominator of Eq. 3; notes have ref", choices=("old", "ref"))
+    loss_agg: str = verl("token", "a mean over all tokens, or by rollout", choices=LOSS_AVERAGES)
+    eps: float = verl(0.2, "clip range of Eq. 4", least=0)
+    beta: float = verl(1e-3, "KL weight of Eq. 4; at 0 no reference model is loaded", least=0)
+    mask_truncated: bool = ours(False, "a deviation: cut-off rollouts teach nothing")
+    updates: int = verl(1, "optimiser steps per batch of rollouts", least=1)
+    rl_lr: float = paper(1e-6, "learning rate of stage 2", above=0)
+    max_grad_norm: float = verl(1.0, "gradient clipping", above=0)
+    row_tokens: int = ours(8192, "most tokens in a row or micro-batch: sets memory", least=1)
+    activation_checkpointing: bool = ours(True, "recompute activations: time for memory")
 
-    kv_budget_gb: float = knob(0.0, "ours", "GB for the KV cache; 0: 80 % of what is free")
-    patience: float = knob(1.0, "ours", "seconds until rollouts whose code has run go on without "
-                           "the slow ones; a run repeats exactly only if none is ever left behind")
-    sandboxes: int = knob(8, "ours", "programs that run at the same time, per process")
-    sandbox_seconds: float = knob(10.0, "thyme", "wall-clock limit of one program")
-    allow_weak_sandbox: bool = knob(False, "ours", "run code that this system cannot fully confine")
-    eval_every: int = knob(0, "ours", "steps between evaluations of every 4th question; 0: none")
-    eval_questions: int = knob(512, "ours", "questions of the evaluation, held out of --rl-data (a "
-                               "tenth of it at most); toy: and half as many against the prior")
-# fmt: on
+    kv_budget_gb: float = ours(0.0, "GB for the KV cache; 0: 80 % of what is free", least=0)
+    patience: float = ours(
+        1.0, "seconds until rollouts go on without slow code; runs repeat if none is left", least=0
+    )
+    sandboxes: int = ours(8, "programs that run at the same time, per process", least=1)
+    sandbox_seconds: float = thyme(10.0, "wall-clock limit of one program", least=0.1)
+    allow_weak_sandbox: bool = ours(False, "run code that this system cannot fully confine")
+    eval_every: int = ours(0, "steps between evaluations of every 4th question; 0: none", least=0)
+    eval_questions: int = ours(
+        512, "of --rl-data: held out, a tenth at most; toy: and half as many out-of-prior", least=4
+    )
 
 
+DOORS = {"--plan": "beyond.plan"}
 PRESETS = {
     # all ours: measured on the toy, with no claim beyond it
     "toy": dict(
@@ -169,97 +174,41 @@ PRESETS = {
 }  # fmt: skip
 
 
-def parse_config(argv: list[str] | None = None) -> Config:
-    """The command line -> Config, checked before anything is loaded."""
-    argv = sys.argv[1:] if argv is None else argv
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", default="toy")
-    preset = first.parse_known_args(argv)[0].preset
-    parser = argparse.ArgumentParser(
-        description="Train with TAPO. Defaults shown are those of the preset; [paper], [notes] (on "
-        "it), [verl] and [thyme] say where the default of the 7B run comes from, [ours] that it is "
-        "our choice.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+@dataclass(frozen=True)
+class Command(Config):
+    """Train with TAPO. Defaults shown are those of the preset; [paper], [notes] (on it), [verl] and
+    [thyme] say where the default of the 7B run comes from, [ours] that it is our choice."""
+
+    resume: str | None = knob(
+        None,
+        "go on with the run in DIR, by its own config, on any number of processes",
+        metavar="DIR",
     )
-    parser.add_argument(
-        "--resume", metavar="DIR", default=argparse.SUPPRESS,
-        help="continue the run in DIR, with its own config, on any number of processes",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plan", metavar="GPUSxGB", nargs="?", const="8x80", default=argparse.SUPPRESS,
-        help="load nothing: what the run would need on so many GPUs of so many GB, and if it fits",
-    )  # fmt: skip
-    for f in fields(Config):
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
-        if f.metadata["choices"]:
-            kind["choices"] = f.metadata["choices"]
-        parser.add_argument(flag(f.name), default=f.default, help=f.metadata["help"], **kind)
-    parser.set_defaults(**PRESETS.get(preset, {}))
-    values = vars(parser.parse_args(argv))
-    resume, node = values.pop("resume", None), values.pop("plan", None)
-    if resume is not None and len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
-        parser.error("--resume goes alone: a run continues with its own config")
-    if resume == "":
-        parser.error("--resume wants the folder of a run, got an empty name")
-    try:
-        config = Config(**values) if resume is None else read_config(Path(resume))
+
+
+def parse_config(argv: list[str]) -> Config:
+    """The command line -> Config, checked before anything is loaded."""
+    if through_door(argv, DOORS):
+        sys.exit()
+    command = parse(Command, argv, DOORS, PRESETS)
+    with refusals():
+        if command.resume is not None:
+            if len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
+                raise ValueError("--resume goes alone: a run continues with its own config")
+            config = read_config(Path(command.resume), Config)
+            check(config)
+            return config
+        config = shared(command, Config)
         check(config)
-        if node:
-            fits, text = importlib.import_module("beyond.plan").plan(config, node)
-            parser.exit(0 if fits else 2, text)
-        if config.preset != "tiny-base" and not resume:
+        if config.preset != "tiny-base":
             check_checkpoint(config.model)
             check_data(config)
-        if not resume and (Path(config.out) / "state.json").exists():
-            raise ValueError(f"{config.out} holds a run already: continue it with --resume "
-                             f"{config.out}, or give this one another --out")  # fmt: skip
-        out = Path(config.out)
-        there = next(path for path in (out, *out.parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise ValueError(f"--out {out} cannot be made: {there} is no folder to write to")
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
-    return config
-
-
-def read_config(folder: Path) -> Config:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"nothing to resume in {folder}: it has no config.json")
-    try:
-        config = replace(Config(**read_json(path)), out=str(folder))
-    except TypeError as error:
-        raise ValueError(f"{path} is not the config of a run of this version: {error}") from error
-    for f in fields(Config):
-        value, kinds = getattr(config, f.name), (int, float) if f.type is float else (f.type,)
-        if type(value) not in kinds:
-            raise ValueError(f"{path}: {f.name} should be of type {f.type.__name__}, got {value!r}")
-    read_state(folder)
+        can_be_made(Path(config.out))
     return config
 
 
 def check(config: Config) -> None:
     """What can be refused before a model loads is refused here."""
-    least = dict(sft_steps=-1, rl_steps=0, keep=1, timeout=1, transcript_every=1, max_pixels=0,
-                 sft_epochs=1e-9, sft_warmup=0, questions=1, turns=1, patience=0,
-                 max_new_tokens=1, sft_batch=1, sft_demos=1, save_every=1, sandboxes=1,
-                 row_tokens=1, updates=1, eval_questions=4, threads=0, eval_every=0, beta=0, eps=0,
-                 sandbox_seconds=0.1, sft_lr=1e-12, rl_lr=1e-12, max_grad_norm=1e-12,
-                 lambda_acc=1e-12, lambda_fmt=0, kv_budget_gb=0, max_log_chars=0)  # fmt: skip
-    for name, value in asdict(config).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag(name)} must be a finite number, got {value}")
-        if name in least and value < least[name]:
-            raise ValueError(f"{flag(name)} must be at least {least[name]}, got {value}")
-    if config.rollouts < 2:
-        raise ValueError(f"--rollouts must be at least 2, got {config.rollouts}: a rollout is "
-                         f"compared with the others of its group")  # fmt: skip
-    if config.temperature <= 0:
-        raise ValueError(f"--temperature must be above 0 for training, got {config.temperature}: "
-                         f"greedy rollouts of one question are all the same")  # fmt: skip
-    if not 0 <= config.shortcut <= 1:
-        raise ValueError(f"--shortcut is a share between 0 and 1, got {config.shortcut}")
     if config.max_new_tokens >= config.max_length:
         raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in "
                          f"--max-length {config.max_length}")  # fmt: skip
@@ -574,7 +523,9 @@ def light(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, sample=sample, turns=turns, images=[])
 
 
-def finish(run: Run, config: Config, world: World, policy: Policy, actor: Policy, optimizer) -> None:
+def finish(
+    run: Run, config: Config, world: World, policy: Policy, actor: Policy, optimizer
+) -> None:
     """Measure and export stage 2, unless that is done. Then one table, one page and two figures;
     the numbers are in summary.json."""
     if run.state["stage"] == "rl":
@@ -679,7 +630,7 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    chosen = parse_config()
+    chosen = parse_config(sys.argv[1:])
     try:
         main(chosen)
     except KeyboardInterrupt:  # Ctrl-C

@@ -3,25 +3,26 @@ plan.py: would it fit? Arithmetic from the model's config; no weight is loaded.
 
 Concept     Would it fit? Arithmetic from the model's config; no weight is loaded.
 Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+In
+Out
+Left out
+Read next
 """
 
 from __future__ import annotations
 
 import math
 import re
+import sys
+from dataclasses import dataclass
 
 import torch
 from transformers import Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 
 from grpo import CHUNK
-from train import Config, compared
-
-# Would it fit? Arithmetic from the model's config; no weight is loaded.
+from kit.flags import knob, parse, refusals
+from train import PRESETS, Config, check, compared
 
 QWEN_7B = "Qwen/Qwen2.5-VL-7B-Instruct"  # its published geometry, so that a plan needs no network
 GEOMETRY_7B = dict(
@@ -141,3 +142,19 @@ def plan(config: Config, node: str) -> tuple[bool, str]:
         lines += [f"The actor alone takes {2 * N / 1e9:.1f} GB on any number of GPUs, and loading "
                   f"{peak['loading']:.1f}: take larger ones."]  # fmt: skip
     return False, "\n".join([*lines, ""])
+
+
+@dataclass(frozen=True)
+class Planned(Config):
+    """Load nothing: what the run would need on so many GPUs of so many GB, and whether it fits."""
+
+    plan: str = knob("8x80", "GPUs, and GB of each", nargs="?", const="8x80", metavar="GPUSxGB")
+
+
+def main(argv: list[str]) -> None:
+    config = parse(Planned, argv, presets=PRESETS)
+    with refusals():
+        check(config)
+        fits, text = plan(config, config.plan)
+    print(text, end="")
+    sys.exit(0 if fits else 2)

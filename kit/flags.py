@@ -1,23 +1,113 @@
 """
 flags.py: a dataclass becomes a command line.
 
-Concept     A dataclass becomes a command line.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     Each field of a dataclass is one flag. `knob` says all that a reader and the command
+            line must know of it: its default, a help, who the default is from, its bounds.
+Paper       nothing: all programs here read their command lines in this way
+In          a dataclass whose fields are knobs, and the words of a command line
+Out         an instance, its numbers within bounds; or a line that says what is wrong, and status 2
+Left out    subcommands, short flags, abbreviations
+Read next   train.py, whose Config is the largest command line here
+
+    DOORS = {"--film": "beyond.film"}  # with this flag, beyond.film.main(argv) takes over
+
+    @dataclass(frozen=True)
+    class Options:
+        '''What the program is for: --help begins with this.'''
+        turns: int = knob(5, "turns of one try", "paper", least=1)  # --turns 5; [paper: 5]
+        limit: int | None = knob(None, "questions; else all", least=1)  # --limit 5
+        quick: bool = knob(False, "few questions")  # --quick, --no-quick
+        runs: list[str] = knob(None, "folders", word=True, nargs="*")  # RUN RUN, without a flag
+
+    if not through_door(argv, DOORS):
+        options = parse(Options, argv, DOORS)
+        with refusals():  # what the user can mend becomes one line and status 2
+            look_at(options.runs)
 """
 
-from dataclasses import field
+from __future__ import annotations
+
+import importlib
+import linecache
+import math
+import operator
+from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import field, fields
+from pathlib import Path
+from typing import TypeVar, get_args, get_type_hints
+
+T = TypeVar("T")
+BOUNDS = {"least": operator.ge, "above": operator.gt, "most": operator.le}
+HOW = {"formatter_class": ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
 
 
-def knob(default, source: str, help: str, choices: tuple = ()):
-    """A field of Config. source of its default: the paper, notes by others on it, verl (RL
-    library), Thyme (SFT) or us."""
-    text = f"{help} [{source}: {default}]".replace("%", "%%")  # argparse formats it
-    return field(default=default, metadata={"help": text, "choices": choices})
+def knob(default, help: str, source: str = "", word: bool = False, **rules):
+    """A field that is a flag, or a word without one. source: who the default is from, whatever a
+    preset has. rules: the bounds least, most and above (a number must be greater); all else goes to
+    argparse, such as choices, metavar and nargs."""
+    bounds = {name: rules.pop(name) for name in BOUNDS if name in rules}
+    rules["help"] = help + f" [{source}: {default}]" * bool(source)
+    return field(default=default, metadata={"word": word, "bounds": bounds, "argparse": rules})
 
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def parse(kind: type[T], argv: list[str], doors=(), presets=None, by: str = "preset") -> T:
+    """The words of a command line as a `kind`. doors: {flag: module} of other programs, for --help.
+    presets: {value of the flag `by`: {field: another default}}."""
+    hints, defaults = get_type_hints(kind), {f.name: f.default for f in fields(kind)}
+    if presets:
+        first = ArgumentParser(add_help=False, **HOW)
+        first.add_argument(flag(by), dest="by", default=defaults[by])
+        defaults |= presets.get(first.parse_known_args(argv)[0].by, {})
+    parser = ArgumentParser(usage="%(prog)s [flags]", description=kind.__doc__, **HOW)
+    for f in fields(kind):
+        hint, default, how = hints[f.name], defaults[f.name], {**f.metadata["argparse"]}
+        value = (get_args(hint) or (hint,))[0]  # int, for int | None and for list[int] as well
+        how |= {"action": BooleanOptionalAction} if value is bool else {"type": value}
+        how |= {"default": SUPPRESS if default is None else default}
+        how["help"] = how["help"].replace("%", "%%")  # argparse formats it
+        parser.add_argument(f.name if f.metadata["word"] else flag(f.name), **how)
+    others = parser.add_argument_group("other programs, each with a --help of its own")
+    for word in doors:
+        file = Path(__file__).parents[1] / doors[word].replace(".", "/")
+        header = linecache.getline(f"{file}.py", 2)
+        others.add_argument(word, nargs="...", default=SUPPRESS, help=header.strip())
+    with refusals():
+        return checked(kind(**vars(parser.parse_args(argv))))
+
+
+def checked(options: T) -> T:
+    """The options, if each is of its default's type and within its bounds; else a ValueError."""
+    for f in fields(options):
+        value, kind, bounds = getattr(options, f.name), type(f.default), f.metadata["bounds"]
+        if f.default is not None and type(value) not in (kind, int if kind is float else kind):
+            raise ValueError(f"{flag(f.name)}: expected a value like {f.default!r}, got {value!r}")
+        if isinstance(value, int | float):
+            within = all(BOUNDS[name](value, limit) for name, limit in bounds.items())
+            if not within or not math.isfinite(value):
+                wanted = "".join(f", {name} {limit}" for name, limit in bounds.items())
+                raise ValueError(f"{flag(f.name)}: expected a finite number{wanted}; got {value}")
+    return options
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """An error inside that the user can mend becomes one line, and the end of the program."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        ArgumentParser(usage="%(prog)s [flags]").error(str(error))
+
+
+def through_door(argv: list[str], doors: dict[str, str]) -> bool:
+    """Hand argv to main of the module whose flag comes first in it; False if none is there."""
+    for word in argv:
+        if module := doors.get(word.partition("=")[0]):
+            importlib.import_module(module).main(argv)
+            return True
+    return False

@@ -3,10 +3,10 @@ folder.py: the folder of a run: its log, its clock and its checkpoints.
 
 Concept     The folder of a run: its log, its clock and its checkpoints.
 Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+In
+Out
+Left out
+Read next
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,10 +31,11 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from kit.flags import flag
+from kit.flags import checked, flag
 from kit.processes import gathered, processes, sync
 from kit.qwen import Policy
 
+T = TypeVar("T")
 WHAT_NOW = "put a copy back, or start a new run with another --out"
 
 
@@ -59,6 +61,30 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: {WHAT_NOW}")
     return value
+
+
+def read_config(folder: Path, kind: type[T]) -> T:
+    """The config of the run in a folder, to go on with."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"nothing to resume in {folder}: it has no config.json")
+    values = read_json(path)
+    try:
+        config = replace(checked(kind(**values)), out=str(folder))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the config of a run of this version: {error}") from error
+    read_state(folder)
+    return config
+
+
+def can_be_made(out: Path) -> None:
+    """May a new run write to this folder?"""
+    if (out / "state.json").exists():
+        raise ValueError(f"{out} holds a run already: continue it with --resume {out}, or give "
+                         f"this one another --out")  # fmt: skip
+    there = next(path for path in (out, *out.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"--out {out} cannot be made: {there} is no folder to write to")
 
 
 class Run:

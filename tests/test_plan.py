@@ -1,0 +1,19 @@
+"""python -m pytest tests/test_plan.py      seconds: would it fit?"""
+
+import pytest
+
+from beyond.plan import main
+
+
+@pytest.mark.parametrize("node, code, words", [
+    ("8x80", 0, ["8,292,166,656", "reference       4.1", "409,600 trajectories", "it fits"]),
+    ("4x24", 2, ["it does not fit", "--beta 0 (no reference)    saves  8.3 GB", "lower --max-l"]),
+    ("eight", 2, ["--plan wants GPUs x GB"]),
+    ("8x80 --kv-budget-gb 60", 2, ["acting takes 95.7 of 76.0 GB", "--kv-budget-gb 0   "]),
+])  # fmt: skip
+def test_a_plan_says_what_fits_and_what_to_lower(node, code, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--preset", "codev-7b", "--plan", *node.split()])
+    assert stopped.value.code == code
+    said = "".join(capsys.readouterr())
+    assert all(word in said for word in words), said
