@@ -1,0 +1,96 @@
+"""python -m pytest tests/test_boxes.py      about 2 s: the arithmetic of boxes, as laws"""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kit.boxes import Box, area, intersection, iou, outwards, recall, share
+
+WIDTH, HEIGHT = 12, 9
+
+
+@st.composite
+def boxes(draw, width: int = WIDTH, height: int = HEIGHT) -> Box:
+    """A box with at least one pixel, inside an image of this size."""
+    x0, y0 = draw(st.integers(0, width - 1)), draw(st.integers(0, height - 1))
+    return x0, y0, draw(st.integers(x0 + 1, width)), draw(st.integers(y0 + 1, height))
+
+
+def mask(box: Box) -> np.ndarray:
+    """The box, painted into an image."""
+    pixels = np.zeros((HEIGHT, WIDTH), bool)
+    pixels[box[1] : box[3], box[0] : box[2]] = True
+    return pixels
+
+
+@given(a=boxes(), b=boxes())
+def test_every_number_is_what_counting_pixels_gives(a, b):
+    both, either = (mask(a) & mask(b)).sum(), (mask(a) | mask(b)).sum()
+    assert area(a) == mask(a).sum()
+    assert area(intersection(a, b)) == both
+    assert recall(a, b) == both / area(b)
+    assert iou(a, b) == both / either
+    assert share(a, (WIDTH, HEIGHT)) == mask(a).mean()
+
+
+@given(a=boxes(), b=boxes())
+def test_iou_is_the_same_both_ways_and_one_only_for_equal_boxes(a, b):
+    assert iou(a, b) == iou(b, a)
+    assert 0 <= iou(a, b) <= recall(a, b) <= 1
+    assert (iou(a, b) == 1) == (a == b)
+
+
+@pytest.mark.parametrize("empty", [(3, 3, 3, 9), (5, 5, 2, 2), (0, 0, 0, 0)])
+def test_a_box_without_pixels_counts_nothing_and_is_no_target(empty):
+    assert area(empty) == iou(empty, empty) == iou(empty, (0, 0, 9, 9)) == 0
+    assert recall(empty, (0, 0, 9, 9)) == 0
+    with pytest.raises(ValueError, match="a target is a box"):
+        recall((0, 0, 9, 9), empty)
+
+
+corner = st.floats(-20, 30) | st.integers(-20, 30)
+
+
+@given(corners=st.tuples(corner, corner, corner, corner), border=st.booleans())
+def test_outwards_is_the_smallest_box_that_holds_the_corners(corners, border):
+    x0, y0, x1, y1 = corners
+    size = (WIDTH, HEIGHT) if border else None
+    try:
+        box = outwards(*corners, size)
+    except ValueError as error:
+        assert str([*corners]) in str(error)  # it names the box
+        # No pixel of the image is touched; an integer x0 = x1 touches none.
+        xs, ys = range(WIDTH) if size else range(-20, 30), range(HEIGHT) if size else range(-20, 30)
+        assert not any(x + 1 > x0 and x < x1 for x in xs) or not any(
+            y + 1 > y0 and y < y1 for y in ys
+        )
+        return
+    assert all(isinstance(v, int) for v in box) and area(box) > 0
+    a, b, c, d = box
+    if border:
+        assert 0 <= a < c <= WIDTH and 0 <= b < d <= HEIGHT
+        x0, y0, x1, y1 = max(x0, 0), max(y0, 0), min(x1, WIDTH), min(y1, HEIGHT)
+    assert a <= x0 < a + 1 and b <= y0 < b + 1 and c - 1 < x1 <= c and d - 1 < y1 <= d
+
+
+@given(box=boxes())
+def test_outwards_leaves_whole_boxes_inside_the_image_alone(box):
+    assert outwards(*box) == outwards(*map(float, box), (WIDTH, HEIGHT)) == box
+
+
+@given(box=boxes(), where=st.integers(0, 3), odd=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_outwards_refuses_what_is_not_finite_and_names_it(box, where, odd):
+    corners = [*box]
+    corners[where] = odd
+    with pytest.raises(ValueError, match="NaN or infinity") as refused:
+        outwards(*corners, (WIDTH, HEIGHT))
+    assert str(corners) in str(refused.value)
+
+
+@given(box=boxes(), far=st.sampled_from([1e300, 10**400]))
+def test_outwards_cuts_what_is_far_outside(box, far):
+    assume(box[2] < WIDTH)
+    assert outwards(*box[:2], far, far, (WIDTH, HEIGHT)) == (*box[:2], WIDTH, HEIGHT)
