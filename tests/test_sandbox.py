@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import sandbox
-from sandbox import Limits, Sandbox, forbidden_call, repair, verified_box
+from kit.sandbox_repair import forbidden_call, parses, repair
+from sandbox import Limits, Sandbox, verified_box
 
 W, H = 800, 600
 QUICK = settings(deadline=None, max_examples=60,
@@ -509,10 +510,10 @@ snippets = st.lists(st.sampled_from([
 @given(code=snippets | st.text(max_size=40))
 def test_repair_never_raises_and_leaves_code_that_parses_alone(code):
     fixed, told = repair(code)
-    if sandbox.parses(code):
+    if parses(code):
         assert (fixed, told) == (code, [])
     else:
-        assert (fixed == code and not told) or (sandbox.parses(fixed) and told)
+        assert (fixed == code and not told) or (parses(fixed) and told)
     assert all("\n" not in note for note in told)
 
 

@@ -23,6 +23,8 @@ import pytest
 from PIL import Image
 
 import sandbox
+from kit import sandbox_server
+from kit import sandbox_walls as walls
 from sandbox import Limits, Observation, Sandbox
 
 y, x = np.mgrid[:600, :800]
@@ -34,11 +36,11 @@ HASH = "import hashlib; print(hashlib.sha256(open(image_path, 'rb').read()).hexd
 def own_server(tmp_path_factory):
     """A server of this module's own, in a temporary folder that can be searched for remains."""
     before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("sandbox"))
-    sandbox._server = None
+    sandbox_server._server = None
     yield tempfile.tempdir
-    sandbox._server.process.kill()
-    sandbox._server.process.wait()
-    sandbox._server, tempfile.tempdir = None, before
+    sandbox_server._server.process.kill()
+    sandbox_server._server.process.wait()
+    sandbox_server._server, tempfile.tempdir = None, before
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +86,7 @@ def survives(code: str, without: str = "", **limits) -> tuple[Observation, Obser
     """Run hostile code, check what must hold after every case. What it and the next call showed."""
     with Sandbox(PICTURE) as honest:        # the server is up; the picture's file is known
         original = honest.run(HASH).text
-    server, files = sandbox._server.process.pid, descriptors()
+    server, files = sandbox_server._server.process.pid, descriptors()
     box = Sandbox(PICTURE, Limits(**{"seconds": 5.0} | limits))
     box.walls -= set(without.split())
     assert box.protection                   # started, so that `seconds` is the call alone
@@ -387,13 +389,13 @@ ROWS = {
 @pytest.mark.parametrize("what", ROWS)
 def test_a_wall_holds_and_without_it_nothing_would(what, own_server):
     """With any one of its walls the row is refused; with none of them it goes through."""
-    walls, code = ROWS[what]
+    refusing, code = ROWS[what]
     victim = os.path.join(own_server, "victim")
-    for standing in [*walls.split(), None]:
+    for standing in [*refusing.split(), None]:
         with open(victim, "w") as file:
             file.write("precious")
         with Sandbox(PICTURE) as box:
-            box.walls -= set(walls.split()) - {standing}
+            box.walls -= set(refusing.split()) - {standing}
             if box.protection["disk"] != "polled quota" or what != "capabilities":
                 seen = box.run(code.replace("OUTSIDE", own_server))
                 assert (seen.error is not None) == (standing is not None), (standing, seen)
@@ -412,16 +414,16 @@ def ask_kernel(number, *arguments) -> str:
 
 def test_every_number_in_the_filter_is_refused_by_the_kernel():
     """By number, through ctypes: a wrong column or an off-by-one jump would show here."""
-    tables = {sandbox.REFUSED: f"-1 {errno.EPERM}", sandbox.ABSENT: f"-1 {errno.ENOSYS}",
-              sandbox.PRETENDED: "0 0"}
+    tables = {walls.REFUSED: f"-1 {errno.EPERM}", walls.ABSENT: f"-1 {errno.ENOSYS}",
+              walls.PRETENDED: "0 0"}
     code = "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
     expected = []
     for table, outcome in tables.items():
-        for number in sandbox.numbers(table):
+        for number in walls.numbers(table):
             code += ask_kernel(number)
             expected.append(outcome)
     own_pid = "os.getpid()"
-    (prctl,), (prlimit,) = (sandbox.numbers(row[0]) for row in sandbox.FILTERED[:2])
+    (prctl,), (prlimit,) = (walls.numbers(row[0]) for row in walls.FILTERED[:2])
     code += ask_kernel(prctl, 1) + ask_kernel(prctl, 3) + ask_kernel(prlimit, own_pid, 7)
     code += ask_kernel(prlimit, 0, 7)
     expected += [f"-1 {errno.EPERM}", "1 0", f"-1 {errno.EPERM}", "0 0"]
@@ -436,11 +438,11 @@ def test_the_numbers_are_those_of_this_machine():
     """Against the C library's own header, where there is one."""
     headers = [p for p in ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
                            "/usr/include/asm/unistd_64.h") if os.path.exists(p)]
-    if not headers or sandbox.MACHINE != "x86_64":
+    if not headers or walls.MACHINE != "x86_64":
         pytest.skip("no header with system-call numbers here")
     with open(headers[0]) as file:
         known = dict(re.findall(r"#define __NR_(\w+) (\d+)", file.read()))
-    tables = [sandbox.REFUSED, sandbox.ABSENT, sandbox.PRETENDED, *(r[0] for r in sandbox.FILTERED)]
+    tables = [walls.REFUSED, walls.ABSENT, walls.PRETENDED, *(r[0] for r in walls.FILTERED)]
     ours = [row.split() for table in tables for row in table.split(",")]
     assert not [row for row in ours if known.get(row[0], row[1]) != row[1]]
     assert sum(row[0] in known for row in ours) > 80
@@ -451,8 +453,9 @@ def test_nothing_of_the_trainer_comes_along(monkeypatch):
     monkeypatch.setenv("CODEV_SECRET", "42")
     leak = os.open("/etc/passwd", os.O_RDONLY)
     os.set_inheritable(leak, True)
-    sandbox._server.process.kill()
-    sandbox._server.process.wait()
+    before = sandbox_server.the_server().process
+    before.kill()
+    before.wait()
     with Sandbox(PICTURE) as box:
         seen = box.run("""
 import sys
@@ -465,6 +468,21 @@ print('CODEV_SECRET' in names, found, {'pytest', 'torch', 'hypothesis'} & set(sy
 print(os.environ['HOME'] == os.getcwd() == tempfile.gettempdir(), os.listdir('.'))""")
     os.close(leak)
     assert seen.text == "False [0, 1, 2, 3] set()\nTrue []\n", seen
+
+
+def test_neither_server_nor_code_imports_the_trainer():
+    """Not even where no wall keeps the code from reading the project's folder."""
+    root = os.path.dirname(sandbox.__file__)
+    with Sandbox(PICTURE) as box:
+        box.walls -= {"files"}
+        seen = box.run(f"""
+import importlib, sys
+root = {root!r}
+print({{file[:-3] for file in os.listdir(root)}} & {{n for n in sys.modules}}, root in sys.path)
+for name in 'sandbox', 'data', 'rewards', 'kit.chat':
+    try: importlib.import_module(name); print('imported', name)
+    except ModuleNotFoundError: pass""")
+    assert seen.text == "set() False\n", seen
 
 
 def test_the_worker_stands_still_between_calls():
@@ -499,7 +517,7 @@ def test_a_killed_server_is_nobodys_fault_and_everything_recovers():
     with Sandbox(PICTURE, Limits(seconds=5.0)) as box, Sandbox(PICTURE) as other:
         box.run("kept = 1")
         other.run("kept = 1")
-        seen = during(box, "import time; time.sleep(4)", sandbox._server.process.kill)
+        seen = during(box, "import time; time.sleep(4)", sandbox_server._server.process.kill)
         assert seen.environment == "the sandbox server died" and seen.seconds < 2
         assert (seen.error, seen.red_lines, seen.timed_out) == (None, [], False)
         for again in box, other:
@@ -553,10 +571,11 @@ import os, sys, tempfile
 sys.path.insert(0, sys.argv[1])
 tempfile.tempdir = sys.argv[2]
 import sandbox
+from kit import sandbox_server
 from PIL import Image
 box = sandbox.Sandbox(Image.new("RGB", (64, 64)))
 box.run("kept = 1")
-print(box.pid, sandbox._server.process.pid, flush=True)
+print(box.pid, sandbox_server._server.process.pid, flush=True)
 box.run("while True: pass")
 """
 
@@ -576,9 +595,9 @@ def test_a_killed_trainer_leaves_nothing_and_dead_folders_are_swept(tmp_path, bo
     if both:
         dead, = os.listdir(tmp_path)
         tempfile.tempdir, kept = str(tmp_path), tempfile.tempdir
-        live = sandbox.Server()                 # another run on the same machine
+        live = sandbox_server.Server()  # another run on the same machine
         assert dead not in os.listdir(tmp_path) and len(os.listdir(tmp_path)) == 1
-        second = sandbox.Server()               # it does not touch what belongs to the first
+        second = sandbox_server.Server()  # it does not touch what belongs to the first
         assert len(os.listdir(tmp_path)) == 2
         tempfile.tempdir = kept
         for server in live, second:
@@ -604,10 +623,10 @@ def test_many_trajectories_in_many_threads_do_not_mix():
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(trajectory, range(16)))
-        files, memory, server = descriptors(), resident(), sandbox._server.process.pid
+        files, memory, server = descriptors(), resident(), sandbox_server._server.process.pid
         assert all(pool.map(trajectory, range(200)))
     assert descriptors() == files and resident() - memory < 16 << 20
-    assert sandbox._server.process.pid == server
+    assert sandbox_server._server.process.pid == server
     assert eventually(lambda: processes() == {server}) and not remains()
 
 
@@ -628,14 +647,14 @@ def test_closing_twice_is_fine_even_from_two_threads():
 
 def test_protection_names_every_wall():
     with Sandbox(PICTURE) as box:
-        assert set(box.protection) == sandbox.WALLS and "none" not in box.protection.values()
+        assert set(box.protection) == walls.WALLS and "none" not in box.protection.values()
         box.close()
         box.walls -= {"files", "calls", "rights", "sizes", "disk"}
         assert set(box.protection.values()) == {"none", "polled quota"}
 
 
 def test_without_landlock_it_refuses_or_says_so(monkeypatch):
-    monkeypatch.setattr(sandbox, "landlock_abi", lambda: 0)
+    monkeypatch.setattr(walls, "landlock_abi", lambda: 0)
     with pytest.raises(RuntimeError, match="no Landlock.*--allow-weak-sandbox"):
         Sandbox(PICTURE)
     with pytest.warns(UserWarning, match="weak sandbox: no Landlock"):
@@ -646,7 +665,7 @@ def test_without_landlock_it_refuses_or_says_so(monkeypatch):
 
 
 def test_without_a_table_of_system_calls_it_refuses_or_says_so(monkeypatch):
-    monkeypatch.setattr(sandbox, "MACHINE", "riscv64")
+    monkeypatch.setattr(walls, "MACHINE", "riscv64")
     with pytest.raises(RuntimeError, match="riscv64"):
         Sandbox(PICTURE)
     with pytest.warns(UserWarning, match="riscv64"), Sandbox(PICTURE, allow_weak=True) as box:
@@ -674,4 +693,4 @@ def test_the_self_test_prints_each_wall_and_what_it_stopped():
                           capture_output=True, text=True, timeout=120)
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(sandbox.PROBES), done
-    assert sandbox.WALLS < set(sandbox.PROBES) and "NOT STOPPED" not in done.stdout
+    assert walls.WALLS < set(sandbox.PROBES) and "NOT STOPPED" not in done.stdout

@@ -1,0 +1,234 @@
+"""
+sandbox_server.py: the process that forks workers, and the wire between the processes.
+
+Concept     Imports take seconds and a fork milliseconds: one server imports the libraries, and
+            forks a worker for each trajectory. The trainer talks to both through sockets.
+Paper       nothing: CodeV's Appendix 13 says what the sandbox does, not in which process
+In          requests for a worker; then the limits, one image, pieces of code
+Out         workers behind walls; replies
+Left out    other machines: trainer and workers share one
+Read next   sandbox_worker.py (what a worker does), sandbox_walls.py (what confines it)
+"""
+
+import fcntl
+import gc
+import glob
+import importlib
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from json import dumps, loads           # by name: code that patches json does not reach these
+
+from PIL import Image
+
+from kit.sandbox_walls import MACHINE, MACHINES, call_filter, lock_in
+from kit.sandbox_worker import Worker
+
+
+def remove(folder: str) -> None:
+    try:
+        os.rmdir(folder)        # a private tmpfs leaves it empty
+    except OSError:             # shutil.rmtree recurses, and the code may have nested deeply
+        script = 'chmod -R u+rwx -- "$0"; rm -rf -- "$0"'
+        subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL)
+
+
+# Between the processes: a length (4 bytes), JSON, and perhaps raw RGB pixels.
+
+
+def pack(header: dict) -> bytes:
+    data = dumps(header).encode()
+    return struct.pack(">I", len(data)) + data
+
+
+def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None) -> bytes:
+    """Exactly `size` bytes, before `deadline` however slowly they drip. watch: called meanwhile."""
+    data = bytearray()
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer in time")
+        sock.settimeout(None if left == math.inf else min(left, 0.2))
+        try:
+            part = sock.recv(min(size - len(data), 1 << 20))
+        except TimeoutError:
+            if watch:
+                watch()
+            continue
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def read_json(sock: socket.socket, deadline: float = math.inf, watch=None, most=1 << 18) -> dict:
+    size, = struct.unpack(">I", read(sock, 4, deadline, watch))
+    if size > most:
+        raise ValueError(f"a reply of {size} bytes, expected at most {most}")
+    return loads(read(sock, size, deadline, watch))
+
+
+def ready(descriptor: int | socket.socket, seconds: float = 0.0) -> bool:
+    """Is there anything to read, or has the other side (or the process of a pidfd) ended?"""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+# What the server executes. `kit` is found in the project's root, which the policy's code shall not
+# find again: it would import data.py for `import data`.
+DOOR = """
+import socket, sys
+fd, root, *packages = sys.argv[1:]
+sys.path += [root, *(path for path in packages if path not in sys.path)]
+from kit.sandbox_server import serve
+sys.path.remove(root)
+serve(socket.socket(fileno=int(fd)))"""
+
+
+class Server:
+    """The trainer's handle on the process that forks workers. It is executed, not forked, so
+    neither CUDA, nor data, nor keys, nor open files of the trainer come with it."""
+
+    def __init__(self):
+        self.owner, self.lock = os.getpid(), threading.Lock()
+        self.control, theirs = socket.socketpair()
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MPLBACKEND": "Agg",
+                       "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+                       "TMPDIR": tempfile.gettempdir()}
+        packages = [path for path in sys.path if path.endswith("-packages")]    # -I drops some
+        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        command = [sys.executable, "-I", "-c", DOOR, str(theirs.fileno()), root, *packages]
+        with theirs:
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], cwd="/",
+                env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                start_new_session=True)
+        try:
+            read_json(self.control, time.monotonic() + 120)
+        except (OSError, EOFError) as problem:
+            self.process.kill()
+            raise RuntimeError("the sandbox server did not start, its error is printed above; "
+                               "does `python -c 'import numpy, PIL'` work?") from problem
+
+    def ask(self, request: dict, *descriptors: int) -> dict:
+        with self.lock:
+            try:
+                socket.send_fds(self.control, [pack(request)], descriptors)
+                return read_json(self.control, time.monotonic() + 60)
+            except (OSError, EOFError):
+                self.process.kill()         # out of step; the next worker gets a new server
+                raise
+
+
+_server: Server | None = None
+_starting = threading.Lock()
+
+
+def the_server() -> Server:
+    global _server
+    with _starting:
+        if not _server or _server.owner != os.getpid() or _server.process.poll() is not None:
+            _server = Server()
+        return _server
+
+
+def serve(control: socket.socket) -> None:
+    """Import once, fork a worker on request. When the trainer ends, so does all of this."""
+    root, workers, me = make_root(), set(), os.getpid()
+    os.environ["MPLCONFIGDIR"] = root       # where matplotlib writes its list of fonts
+    names = usual_names()
+    if MACHINE in MACHINES:
+        call_filter()                       # made once, for all workers
+    gc.freeze()                             # no collection writes to (so copies) shared memory
+    control.sendall(pack({"ready": True}))
+    while True:
+        try:
+            size, descriptors, _, _ = socket.recv_fds(control, 4, 1)
+            request = loads(read(control, *struct.unpack(">I", size)))
+        except (OSError, EOFError, struct.error):
+            break
+        if "reap" in request:
+            reply = {"exit": os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])}
+            workers.discard(request["reap"])
+        else:
+            folder = tempfile.mkdtemp(dir=root)
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(descriptors[0], 3)
+                os.closerange(4, 1024)
+                os.dup2(1, 2)               # /dev/null
+                work(socket.socket(fileno=3), folder, names, me)
+            os.close(descriptors[0])
+            workers.add(pid)
+            reply = {"pid": pid, "folder": folder}
+        control.sendall(pack(reply))
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    remove(root)
+
+
+def work(channel: socket.socket, folder: str, names: dict, parent: int) -> None:
+    """The life of a worker: take the image, put up the walls, answer until the channel closes."""
+    try:
+        setup, folder = read_json(channel), os.path.realpath(folder)
+        size = tuple(setup["shape"])
+        image = Image.frombytes("RGB", size, read(channel, 3 * math.prod(size)))
+        try:
+            stand = lock_in(setup, folder, image, parent)
+        except OSError as problem:
+            stand = {"failed": str(problem)}        # the trainer hangs up on us
+        worker = Worker(setup, folder, names, image)
+        channel.sendall(pack(stand))
+        while "failed" not in stand:
+            request = read_json(channel, most=1 << 24)
+            reply, pixels = worker.run(request["code"])
+            channel.sendall(pack(reply | {"id": request["id"]}) + pixels)
+    finally:
+        os._exit(0)
+
+
+def make_root() -> str:
+    """A locked folder in the temporary one; those of dead servers are swept away.
+
+    The kernel drops a lock however its owner dies. The folder gets its final name only once it
+    is locked, so that nobody takes it for a dead one."""
+    fresh = tempfile.mkdtemp(prefix="codev-new-")
+    final = os.path.join(tempfile.gettempdir(), f"codev-sandbox-{os.getuid()}-")
+    for folder in [fresh, *glob.glob(final + "*")]:
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue                        # in use
+        if folder != fresh:
+            remove(folder)
+    os.rename(fresh, root := final + fresh[-8:])
+    return root
+
+
+PREDEFINED = """builtins collections copy csv datetime functools glob io itertools json math os
+pathlib random re shutil statistics string sys tempfile time numpy numpy:np PIL PIL.Image:Image
+PIL.ImageChops:ImageChops PIL.ImageDraw:ImageDraw PIL.ImageEnhance:ImageEnhance cv2 cv2:cv
+PIL.ImageFilter:ImageFilter PIL.ImageFont:ImageFont PIL.ImageOps:ImageOps PIL.ImageStat:ImageStat
+matplotlib matplotlib.pyplot:plt"""
+
+
+def usual_names() -> dict[str, object]:
+    names = {"__name__": "__main__"}
+    for word in PREDEFINED.split():
+        module, _, name = word.partition(":")
+        try:
+            names[name or module] = importlib.import_module(module)
+        except ImportError:
+            continue                        # optional; code that imports it gets the usual message
+    Image.init()                            # loads Pillow's decoders, once for all workers
+    return names | {"Path": names["pathlib"].Path}
