@@ -21,6 +21,7 @@ Not         Kernel bugs; that a file exists and how big it is (`stat` works); on
 
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -29,50 +30,70 @@ import threading
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from PIL import Image, ImageOps
 
-from kit.boxes import Box
-from kit.sandbox_server import pack, read, read_json, ready, remove, the_server
-from kit.sandbox_stand_ins import LARGE, SMALL, THIN, digest
+from kit.boxes import Box, iou, outwards
+from kit.sandbox_server import pack, read, read_json, remove, the_server
+from kit.sandbox_stand_ins import digest
 from kit.sandbox_walls import WALLS, missing_walls
+
+MOST_STEPS = 8  # ours: crops and resizes that the trainer repeats to verify one image
+MOST_WORK = 1 << 24  # ours: pixels that it is willing to make for that
 
 
 @dataclass(frozen=True)
 class Limits:
-    seconds: float = 10.0       # as in Thyme: wall clock of a call; then the worker is killed
-    start: float = 30.0         # wall clock of a worker's start; then the machine is to blame
-    memory: int = 2 << 30       # bytes of address space
-    file: int = 16 << 20        # bytes in one file
-    disk: int = 64 << 20        # bytes in the private folder
-    text: int = 20_000          # bytes of output per call
-    error: int = 300            # characters of an error message
-    images: int = 5             # as in the released code: images per call
+    seconds: float = 10.0  # as in Thyme: wall clock of a call; then the worker is killed
+    start: float = 30.0  # wall clock of a worker's start; then the machine is to blame
+    memory: int = 2 << 30  # bytes of address space
+    file: int = 16 << 20  # bytes in one file
+    disk: int = 64 << 20  # bytes in the private folder
+    text: int = 20_000  # bytes of output per call
+    error: int = 300  # characters of an error message
+    images: int = 5  # as in the released code: images per call
+    shortest: int = 28  # pixels, a side of an image shown: one visual token of Qwen2.5-VL
+    longest: int = 2048  # ours: pixels, a side of an image shown; larger ones are shrunk
+    ratio: int = 100  # ours: longest by shortest side; thinner images are not shown
 
 
 @dataclass
 class Observation:
-    """What one call showed. Red lines: invalid_coords (a box off the image), no_op (nothing
-    new), io_scratch (saved, loaded, shown as it was), sandbox_error (an error of the code)."""
+    """What one call showed.
+
+    Red lines are what a reward should punish: "sandbox_error" (an error of the code),
+    "invalid_coords" (a box off the image), "io_scratch" (an image that was saved, loaded, and shown
+    as it was), "no_op" (only images that had been shown before).
+    """
+
     text: str = ""
     images: list[Image.Image] = field(default_factory=list)
-    boxes: list[Box | None] = field(default_factory=list)   # in the input image; None: no crop
-    sources: list[str] = field(default_factory=list)        # verified: crop; else file, figure, ...
+    boxes: list[Box | None] = field(default_factory=list)  # in the input image; None: no crop
+    sources: list[str] = field(default_factory=list)  # verified: crop; else file, figure, ...
     error: str | None = None
     timed_out: bool = False
-    blocked: bool = False                                   # refused by the scan, never run
-    restarted: bool = False                                 # earlier variables are gone
-    environment: str | None = None                          # our failure: never a red line
-    notes: list[str] = field(default_factory=list)          # one line per repair
+    blocked: bool = False  # refused by the scan, never run
+    restarted: bool = False  # earlier variables are gone
+    environment: str | None = None  # a failure of the sandbox itself: never a red line
+    notes: list[str] = field(default_factory=list)  # one line per repair
     seconds: float = 0.0
-    red_lines: list[str] = field(default_factory=list)      # what a reward should punish
+    red_lines: list[str] = field(default_factory=list)
+
+
+class View(NamedTuple):
+    """An image that was shown: where it is in the input image (None: no crop), and its digest."""
+
+    box: Box | None
+    pixels: bytes
 
 
 class Sandbox:
     """One trajectory: a worker that starts at the first `run` and is gone after `close`.
 
     Variables, functions and imports persist from call to call. A Sandbox belongs to one thread
-    at a time; any number of them may live side by side.
+    at a time; any number of them may live side by side. Raises RuntimeError on a system that
+    cannot confine code, unless `allow_weak`.
     """
 
     def __init__(self, image: Image.Image, limits: Limits = Limits(), allow_weak: bool = False):
@@ -81,13 +102,14 @@ class Sandbox:
             raise RuntimeError(
                 f"cannot wall the code in: this machine has no {' and no '.join(missing)}. Use one "
                 "that has, or pass allow_weak=True (--allow-weak-sandbox) if the code may do to "
-                "your files whatever you may")
+                "your files whatever you may"
+            )
         if missing:
-            warnings.warn(f"weak sandbox: no {' and no '.join(missing)}")   # shown once
+            warnings.warn(f"weak sandbox: no {' and no '.join(missing)}", stacklevel=1)
         self.walls = WALLS - set(missing.values())
-        self.image = ImageOps.exif_transpose(image).convert("RGB")  # our own, to check crops with
+        self.image = ImageOps.exif_transpose(image).convert("RGB")  # a copy to check crops with
         self.limits = limits
-        self.views: list[tuple[Box | None, bytes]] = []     # what was shown so far
+        self.views: list[View] = []  # what the trajectory has been shown so far
         self.socket: socket.socket | None = None
         self.started, self.closing = False, threading.Lock()
 
@@ -98,7 +120,7 @@ class Sandbox:
         self.close()
 
     def close(self) -> None:
-        with self.closing:              # closing twice is fine, even from two threads
+        with self.closing:  # closing twice is fine, even from two threads
             if self.socket:
                 self._end()
 
@@ -137,7 +159,7 @@ class Sandbox:
             with theirs:
                 born = self.server.ask({"fork": True}, theirs.fileno())
             self.pid, self.folder = born["pid"], born["folder"]
-            self.pidfd = os.pidfd_open(self.pid)    # a pid may be reused, this may not
+            self.pidfd = os.pidfd_open(self.pid)  # a pid may be reused, this may not
             setup = asdict(self.limits) | {"walls": list(self.walls), "shape": self.image.size}
             self.socket.settimeout(self.limits.start)
             self.socket.sendall(pack(setup) + self.image.tobytes())
@@ -153,13 +175,13 @@ class Sandbox:
         """Send the code, read the reply. Whatever goes wrong here costs the worker its life."""
         seconds, waited = self.limits.seconds, seconds_without_core(self.pid)
         deadline = time.monotonic() + seconds
-        key = os.urandom(8).hex()                   # no reply made earlier can hold it
+        key = os.urandom(8).hex()  # no reply made earlier can hold it
         try:
             signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
             self.socket.settimeout(seconds)
             self.socket.sendall(pack({"id": key, "code": code}))
             self._read_reply(seen, key, deadline)
-            signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP)    # no work between calls
+            signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP)  # no work between calls
         except TimeoutError:
             waited = seconds_without_core(self.pid) - waited
             seen.timed_out = True
@@ -176,34 +198,46 @@ class Sandbox:
 
     def _read_reply(self, seen: Observation, key: str, deadline: float) -> None:
         """Everything here may be forged: check all of it before using any of it."""
-        reply, shown = read_json(self.socket, deadline, self._check_disk), []
+        reply = read_json(self.socket, deadline, self._check_disk)
         if reply["id"] != key or len(reply["images"]) > self.limits.images:
             raise ValueError("wrong reply")
-        for item in reply["images"]:
-            (w, h), source = item["size"], item["source"]
-            if not (type(w) is type(h) is int and SMALL <= min(w, h) and w * h <= LARGE * LARGE
-                    and max(w, h) <= THIN * min(w, h)
-                    and source in ("file", "figure", "show", "value")):
-                raise ValueError(f"wrong image {w}x{h}")
-            raw = read(self.socket, w * h * 3, deadline, self._check_disk)
-            image = Image.frombytes("RGB", (w, h), raw)
-            shown.append((image, verified_box(self.image, image, item["steps"]), source))
+        images = [self._read_image(item, deadline) for item in reply["images"]]
         text, error = plain(reply["text"], self.limits.text), reply["error"]
         error = None if error is None else one_line(error, self.limits.error) or "Error"
         notes = [one_line(note, 200) for note in reply["notes"][:10]]
-        flags = [f for f in ("invalid_coords", "io_scratch") if f in reply["flags"]]
+        flags = [flag for flag in ("invalid_coords", "io_scratch") if flag in reply["flags"]]
+        claims = [item["steps"] for item in reply["images"]]
+        sources = [item["source"] for item in reply["images"]]
+        blocked = reply["blocked"] is True
 
-        seen.text, seen.error, seen.blocked = text, error, reply["blocked"] is True
+        seen.text, seen.error, seen.blocked, seen.images = text, error, blocked, images
         seen.notes += notes
-        seen.images = [image for image, _, _ in shown]
-        seen.boxes = [box for _, box, _ in shown]
-        seen.sources = ["crop" if box else source for _, box, source in shown]
-        if shown and not self.views:                # the first view is the input
-            self.views.append(((0, 0, *self.image.size), digest(self.image)))
-        views = [(box, digest(image)) for image, box, _ in shown]
-        nothing_new = views and all(any(same_view(v, old) for old in self.views) for v in views)
-        seen.red_lines = flags + ["no_op"] * bool(nothing_new)
+        seen.boxes = [verified_box(self.image, *pair) for pair in zip(images, claims)]
+        seen.sources = ["crop" if box else source for box, source in zip(seen.boxes, sources)]
+        seen.red_lines = flags + ["no_op"] * self._only_repeats(seen)
+
+    def _read_image(self, item: dict, deadline: float) -> Image.Image:
+        """The pixels that a reply announces as {"size", "source", "steps"}."""
+        (w, h), limits = item["size"], self.limits
+        right_size = (
+            type(w) is type(h) is int
+            and limits.shortest <= min(w, h)
+            and w * h <= limits.longest**2
+            and max(w, h) <= limits.ratio * min(w, h)
+        )
+        if not right_size or item["source"] not in ("file", "figure", "show", "value"):
+            raise ValueError(f"wrong image {w}x{h}")
+        raw = read(self.socket, w * h * 3, deadline, self._check_disk)
+        return Image.frombytes("RGB", (w, h), raw)
+
+    def _only_repeats(self, seen: Observation) -> bool:
+        """Did the call show images, and the trajectory each of them before? Then remember them."""
+        if seen.images and not self.views:  # the first view is the input
+            self.views.append(View((0, 0, *self.image.size), digest(self.image)))
+        views = [View(box, digest(image)) for box, image in zip(seen.boxes, seen.images)]
+        known = [any(same_view(view, old) for old in self.views) for view in views]
         self.views += views
+        return bool(known) and all(known)
 
     def _check_disk(self) -> None:
         """Where there is no private tmpfs, nobody else adds up what all the files hold."""
@@ -222,7 +256,7 @@ class Sandbox:
                 ready(self.pidfd, 10)
                 ended = self.server.ask({"reap": self.pid})["exit"]
             except (OSError, EOFError):
-                pass                                # the server is gone, init has reaped
+                pass  # the server is gone, init has reaped
             os.close(self.pidfd)
             remove(self.folder)
         channel.close()
@@ -231,61 +265,76 @@ class Sandbox:
             return None, "the sandbox server died"
         if not alone:
             return "RuntimeError: the process closed its channel", None
-        if ended == -signal.SIGKILL:                # the code cannot: kill is refused
+        if ended == -signal.SIGKILL:  # the code cannot: kill is refused
             return None, "the worker was killed from outside (out of memory?)"
         how = signal.Signals(-ended).name if ended < 0 else f"exit code {ended}"
         return f"RuntimeError: the process ended ({how})", None
 
 
+def same_view(new: View, old: View) -> bool:
+    """The same pixels, or boxes that overlap by more than 95 % (intersection over union)."""
+    if new.box is None or old.box is None or new.pixels == old.pixels:
+        return new.pixels == old.pixels
+    return iou(new.box, old.box) > 0.95
+
+
+def verified_box(original: Image.Image, shown: Image.Image, steps: object) -> Box | None:
+    """The box of a crop in the original, rounded outwards; None unless it is truly a crop.
+
+    It is one if the steps that the worker claims, repeated here on the trainer's own copy of the
+    image, give the very pixels that were shown.
+    """
+    try:
+        image, (x0, y0, x1, y1) = repeated(original, steps)
+        same = image.size == shown.size and image.tobytes() == shown.tobytes()
+        # 127.9999999 is 128: floats are not exact.
+        return outwards(x0 + 1e-6, y0 + 1e-6, x1 - 1e-6, y1 - 1e-6) if same else None
+    except (TypeError, ValueError, OverflowError):
+        return None  # not even steps
+
+
+def repeated(original: Image.Image, steps: list[list]) -> tuple[Image.Image, tuple[float, ...]]:
+    """The image that these steps lead to, and the corners of what it shows of the original.
+
+    A step is a crop, [x0, y0, x1, y1] in pixels of the image before it, or a resize of that region,
+    [x0, y0, x1, y1, width, height, filter, gap], as in Image.resize. Raises ValueError, TypeError
+    or OverflowError for anything else.
+    """
+    if not isinstance(steps, list) or len(steps) > MOST_STEPS:
+        raise ValueError(f"expected at most {MOST_STEPS} steps")
+    image, work = original, 0
+    left, top, right, bottom = 0.0, 0.0, *original.size
+    for x0, y0, x1, y1, *resize in steps:
+        w, h = image.size
+        if not (0 <= x0 < x1 <= w and 0 <= y0 < y1 <= h):
+            raise ValueError("a step that leaves the image")
+        if resize:
+            to_w, to_h, resample, gap = resize
+            work += to_w * to_h
+            if work > MOST_WORK or to_w < 1 or to_h < 1:
+                raise ValueError("too much work")
+            image = image.resize((to_w, to_h), resample, (x0, y0, x1, y1), gap)
+        else:
+            image = image.crop((x0, y0, x1, y1))
+        sx, sy = (right - left) / w, (bottom - top) / h
+        left, top, right, bottom = left + x0 * sx, top + y0 * sy, left + x1 * sx, top + y1 * sy
+    return image, (left, top, right, bottom)
+
+
 def plain(text: object, limit: int) -> str:
-    return str(text)[:limit].encode("utf-8", "replace").decode()    # a lone surrogate becomes ?
+    """At most `limit` characters; a lone surrogate becomes ?."""
+    return str(text)[:limit].encode("utf-8", "replace").decode()
 
 
 def one_line(text: object, limit: int) -> str:
     return plain(" ".join(str(text).split()), limit)
 
 
-def same_view(new: tuple[Box | None, bytes], old: tuple[Box | None, bytes]) -> bool:
-    """The same pixels, or boxes that overlap by more than 95 % (intersection over union)."""
-    (a, pixels), (b, old_pixels) = new, old
-    if a is None or b is None or pixels == old_pixels:
-        return pixels == old_pixels
-    w, h = (max(0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1))
-    both = sum((k[2] - k[0]) * (k[3] - k[1]) for k in (a, b))
-    return w * h > 0.95 * (both - w * h)
-
-
-def verified_box(original: Image.Image, shown: Image.Image, steps: object) -> Box | None:
-    """Repeat the crops and resizes that the worker claims, on our own copy of the image.
-
-    Only if the very same pixels come out is it a crop, and this its box in the original, rounded
-    outwards. A step is [x0, y0, x1, y1], a crop, or that and [w, h, filter, gap], a resize.
-    """
-    if not isinstance(steps, list) or len(steps) > 8:
-        return None
-    image, work = original, 4 * LARGE * LARGE       # pixels that we are willing to make for this
-    (left, top), (right, bottom) = (0.0, 0.0), original.size
-    try:
-        for x0, y0, x1, y1, *resize in steps:
-            w, h = image.size
-            if not (0 <= x0 < x1 <= w and 0 <= y0 < y1 <= h):
-                return None
-            if resize:
-                to_w, to_h, resample, gap = resize
-                work -= to_w * to_h
-                if work < 0 or to_w < 1 or to_h < 1:
-                    return None
-                image = image.resize((to_w, to_h), resample, (x0, y0, x1, y1), gap)
-            else:
-                image = image.crop((x0, y0, x1, y1))
-            sx, sy = (right - left) / w, (bottom - top) / h
-            left, top, right, bottom = left + x0 * sx, top + y0 * sy, left + x1 * sx, top + y1 * sy
-    except (TypeError, ValueError, OverflowError):
-        return None             # not even steps
-    if image.size != shown.size or image.tobytes() != shown.tobytes():
-        return None
-    return (math.floor(left + 1e-6), math.floor(top + 1e-6),        # 127.9999999 is 128
-            math.ceil(right - 1e-6), math.ceil(bottom - 1e-6))
+def ready(descriptor: int | socket.socket, seconds: float = 0.0) -> bool:
+    """Is there anything to read, or has the other side (or the process of a pidfd) ended?"""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def seconds_without_core(pid: int) -> float:
@@ -310,7 +359,7 @@ PROBES = {
 
 
 def self_test(image: Image.Image) -> None:
-    """Which walls stand on this machine, and what happens to code that runs against each."""
+    """Print which walls stand on this machine, and what happens to code that runs against each."""
     for wall, code in PROBES.items():
         with Sandbox(image, Limits(seconds=2.0), allow_weak=True) as sandbox:
             stand = sandbox.protection | {"clock": "SIGKILL from outside", "channel": "checked"}

@@ -14,12 +14,12 @@ import ast
 import re
 import textwrap
 
-
 FORBIDDEN = re.compile(
     r"(os|posix)\.(remove|unlink|rmdir|removedirs|renames?|replace|system|popen|kill|killpg|fork|"
     r"forkpty|exec\w+|spawn\w+|posix_spawnp?)|shutil\.(rmtree|move)|subprocess\.\w+|"
-    r"pathlib\.Path\(\)\.(rename|replace)|.*\.(unlink|rmdir)")
-QUOTES = str.maketrans("“”„‘’′（），：；–−", "\"\"\"'''(),:;--")
+    r"pathlib\.Path\(\)\.(rename|replace)|.*\.(unlink|rmdir)"
+)
+TYPOGRAPHIC = str.maketrans("“”„‘’′（），：；–−", "\"\"\"'''(),:;--")
 
 
 def parses(code: str) -> bool:
@@ -29,7 +29,14 @@ def parses(code: str) -> bool:
         return False
 
 
+def plain(code: str) -> list[str]:
+    """Without a byte order mark, zero-width spaces, other lines' ends."""
+    visible = re.sub("[\ufeff\u200b\0]", "", re.sub("\r\n?", "\n", code))
+    return [visible.replace("\u00a0", " ")]
+
+
 def unfence(code: str) -> list[str]:
+    """The first block of markdown, or what stands before it if that is code."""
     before, *blocks = re.split(r"^[ \t]*(?:```|~~~).*\n?", code, flags=re.M)
     if blocks and not (before.strip() and parses(textwrap.dedent(before))):
         before = blocks[0]
@@ -38,27 +45,29 @@ def unfence(code: str) -> list[str]:
 
 
 def reindent(code: str) -> list[str]:
-    first, *rest = lines = textwrap.dedent(code.expandtabs(4)).strip("\n").split("\n")
-    depth = [len(line) - len(line.lstrip()) for line in lines]
-    margin = min((d for d, line in zip(depth[1:], rest) if line.strip()), default=0)
-    return [textwrap.dedent(code.expandtabs(8)), "\n".join(lines),
-            textwrap.dedent("\n".join([" " * margin + first.lstrip(), *rest])),
-            "\n".join(" " * (4 * round(d / 4)) + line.lstrip() for d, line in zip(depth, lines))]
+    """Tabs of 8 and of 4; the first line as deep as the others; depths rounded to multiples of 4"""
+    lines = textwrap.dedent(code.expandtabs(4)).strip("\n").split("\n")
+    depths = [len(line) - len(line.lstrip()) for line in lines]
+    margin = min((d for d, line in zip(depths[1:], lines[1:]) if line.strip()), default=0)
+    first = " " * margin + lines[0].lstrip()
+    rounded = [" " * (4 * round(d / 4)) + line.lstrip() for d, line in zip(depths, lines)]
+    candidates = code.expandtabs(8).split("\n"), lines, [first, *lines[1:]]
+    return [*(textwrap.dedent("\n".join(c)) for c in candidates), "\n".join(rounded)]
 
 
 def cut(code: str) -> list[str]:
+    """Without its last lines."""
     lines = code.rstrip().split("\n")
     return ["\n".join(lines[:-n]) for n in (1, 2, 3) if n < len(lines)] or [code]
 
 
-REPAIRS = {         # note: what proposes candidates; the first that parses is taken
-    "removed invisible characters": lambda code: [
-        re.sub("[\ufeff\u200b\0]", "", re.sub("\r\n?", "\n", code)).replace("\u00a0", " ")],
+COMMAND = re.compile(r"^([ \t]*)[!%]\w.*", re.MULTILINE)  # of a notebook: !ls, %timeit
+REPAIRS = {  # note -> what proposes candidates; the first that parses is taken
+    "removed invisible characters": plain,
     "removed the markdown around the code": unfence,
-    "left out notebook commands": lambda code: [
-        re.sub(r"^([ \t]*)[!%]\w.*", r"\1pass", code, flags=re.M)],
+    "left out notebook commands": lambda code: [COMMAND.sub(r"\1pass", code)],
     "repaired the indentation": reindent,
-    "replaced typographic characters": lambda code: [code.translate(QUOTES)],
+    "replaced typographic characters": lambda code: [code.translate(TYPOGRAPHIC)],
     "left out the unfinished end": cut,
 }
 
@@ -72,7 +81,7 @@ def repair(code: str) -> tuple[str, list[str]]:
         options = candidates(repaired)
         best = next(filter(parses, options), options[0])
         if best != repaired:
-            tail = f": {repaired[len(best):].strip()[:80]!r}" if candidates is cut else ""
+            tail = f": {repaired[len(best) :].strip()[:80]!r}" if candidates is cut else ""
             notes.append(note + tail)
             repaired = best
     return (repaired, notes) if parses(repaired) else (code, [])
@@ -101,7 +110,11 @@ def forbidden_call(tree: ast.AST) -> str | None:
 
 
 def rewrite(tree: ast.Module) -> ast.Module:
-    """As in a notebook, the last value is shown; `return` at top level and float slices work."""
+    """As in a notebook, the last value is shown; `return` at top level and float slices work.
+
+    The worker provides __display__, __return__, __lower__ and __whole__.
+    """
+
     def call(name, value):
         return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), [value], []), value)
 
@@ -114,7 +127,7 @@ def rewrite(tree: ast.Module) -> ast.Module:
                     if bounds.upper:
                         bounds.upper = call("__whole__", bounds.upper)
     blocks = [tree]
-    while blocks:                       # all blocks of statements outside functions and classes
+    while blocks:  # all blocks of statements outside functions and classes
         for _, block in ast.iter_fields(blocks.pop()):
             for i, node in enumerate(block if isinstance(block, list) else []):
                 if isinstance(node, ast.Return):

@@ -1,12 +1,12 @@
 """
 sandbox_server.py: the process that forks workers, and the wire between the processes.
 
-Concept     Imports take seconds and a fork milliseconds: one server imports the libraries, and
+Concept     Imports take seconds and a fork milliseconds: one server imports the libraries once, and
             forks a worker for each trajectory. The trainer talks to both through sockets.
 Paper       nothing: CodeV's Appendix 13 says what the sandbox does, not in which process
 In          requests for a worker; then the limits, one image, pieces of code
-Out         workers behind walls; replies
-Left out    other machines: trainer and workers share one
+Out         workers behind walls, and their replies
+Left out    other machines: trainer, server and workers share one
 Read next   sandbox_worker.py (what a worker does), sandbox_walls.py (what confines it)
 """
 
@@ -16,7 +16,6 @@ import glob
 import importlib
 import math
 import os
-import select
 import signal
 import socket
 import struct
@@ -25,21 +24,12 @@ import sys
 import tempfile
 import threading
 import time
-from json import dumps, loads           # by name: code that patches json does not reach these
+from json import dumps, loads  # by name: code that patches json does not reach these
 
 from PIL import Image
 
-from kit.sandbox_walls import MACHINE, MACHINES, call_filter, lock_in
+from kit.sandbox_walls import lock_in
 from kit.sandbox_worker import Worker
-
-
-def remove(folder: str) -> None:
-    try:
-        os.rmdir(folder)        # a private tmpfs leaves it empty
-    except OSError:             # shutil.rmtree recurses, and the code may have nested deeply
-        script = 'chmod -R u+rwx -- "$0"; rm -rf -- "$0"'
-        subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL)
-
 
 # Between the processes: a length (4 bytes), JSON, and perhaps raw RGB pixels.
 
@@ -50,7 +40,10 @@ def pack(header: dict) -> bytes:
 
 
 def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None) -> bytes:
-    """Exactly `size` bytes, before `deadline` however slowly they drip. watch: called meanwhile."""
+    """Exactly `size` bytes, however slowly they drip; `watch` is called meanwhile.
+
+    Raises TimeoutError after the deadline (of time.monotonic), EOFError if the other side ended.
+    """
     data = bytearray()
     while len(data) < size:
         left = deadline - time.monotonic()
@@ -70,21 +63,15 @@ def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None)
 
 
 def read_json(sock: socket.socket, deadline: float = math.inf, watch=None, most=1 << 18) -> dict:
-    size, = struct.unpack(">I", read(sock, 4, deadline, watch))
+    """The header that comes next, of at most `most` bytes."""
+    (size,) = struct.unpack(">I", read(sock, 4, deadline, watch))
     if size > most:
         raise ValueError(f"a reply of {size} bytes, expected at most {most}")
     return loads(read(sock, size, deadline, watch))
 
 
-def ready(descriptor: int | socket.socket, seconds: float = 0.0) -> bool:
-    """Is there anything to read, or has the other side (or the process of a pidfd) ended?"""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
-# What the server executes. `kit` is found in the project's root, which the policy's code shall not
-# find again: it would import data.py for `import data`.
+# What the server executes. It finds `kit` in the project's root and then forgets that folder, so
+# that `import data` in the policy's code does not find data.py.
 DOOR = """
 import socket, sys
 fd, root, *packages = sys.argv[1:]
@@ -95,29 +82,30 @@ serve(socket.socket(fileno=int(fd)))"""
 
 
 class Server:
-    """The trainer's handle on the process that forks workers. It is executed, not forked, so
-    neither CUDA, nor data, nor keys, nor open files of the trainer come with it."""
+    """The trainer's handle on the process that forks workers. That process is executed, not
+    forked, so neither CUDA, nor data, nor keys, nor open files of the trainer come with it."""
 
     def __init__(self):
         self.owner, self.lock = os.getpid(), threading.Lock()
         self.control, theirs = socket.socketpair()
-        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MPLBACKEND": "Agg",
-                       "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-                       "TMPDIR": tempfile.gettempdir()}
-        packages = [path for path in sys.path if path.endswith("-packages")]    # -I drops some
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "TMPDIR": tempfile.gettempdir()}
+        environment |= {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        packages = [path for path in sys.path if path.endswith("-packages")]  # -I drops some
         command = [sys.executable, "-I", "-c", DOOR, str(theirs.fileno()), root, *packages]
-        with theirs:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "cwd": "/"}
+        with theirs as s:
             self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], cwd="/",
-                env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                start_new_session=True)
+                command, pass_fds=[s.fileno()], env=environment, start_new_session=True, **streams
+            )
         try:
             read_json(self.control, time.monotonic() + 120)
         except (OSError, EOFError) as problem:
             self.process.kill()
-            raise RuntimeError("the sandbox server did not start, its error is printed above; "
-                               "does `python -c 'import numpy, PIL'` work?") from problem
+            raise RuntimeError(
+                "the sandbox server did not start, its error is printed above; "
+                "does `python -c 'import numpy, PIL'` work?"
+            ) from problem
 
     def ask(self, request: dict, *descriptors: int) -> dict:
         with self.lock:
@@ -125,7 +113,7 @@ class Server:
                 socket.send_fds(self.control, [pack(request)], descriptors)
                 return read_json(self.control, time.monotonic() + 60)
             except (OSError, EOFError):
-                self.process.kill()         # out of step; the next worker gets a new server
+                self.process.kill()  # out of step; the next worker gets a new server
                 raise
 
 
@@ -134,6 +122,7 @@ _starting = threading.Lock()
 
 
 def the_server() -> Server:
+    """The server of this process, started if there is none or it has died."""
     global _server
     with _starting:
         if not _server or _server.owner != os.getpid() or _server.process.poll() is not None:
@@ -144,11 +133,9 @@ def the_server() -> Server:
 def serve(control: socket.socket) -> None:
     """Import once, fork a worker on request. When the trainer ends, so does all of this."""
     root, workers, me = make_root(), set(), os.getpid()
-    os.environ["MPLCONFIGDIR"] = root       # where matplotlib writes its list of fonts
+    os.environ["MPLCONFIGDIR"] = root  # where matplotlib writes its list of fonts
     names = usual_names()
-    if MACHINE in MACHINES:
-        call_filter()                       # made once, for all workers
-    gc.freeze()                             # no collection writes to (so copies) shared memory
+    gc.freeze()  # a collection would write to shared memory, and so copy it
     control.sendall(pack({"ready": True}))
     while True:
         try:
@@ -165,7 +152,7 @@ def serve(control: socket.socket) -> None:
             if pid == 0:
                 os.dup2(descriptors[0], 3)
                 os.closerange(4, 1024)
-                os.dup2(1, 2)               # /dev/null
+                os.dup2(1, 2)  # /dev/null
                 work(socket.socket(fileno=3), folder, names, me)
             os.close(descriptors[0])
             workers.add(pid)
@@ -185,7 +172,7 @@ def work(channel: socket.socket, folder: str, names: dict, parent: int) -> None:
         try:
             stand = lock_in(setup, folder, image, parent)
         except OSError as problem:
-            stand = {"failed": str(problem)}        # the trainer hangs up on us
+            stand = {"failed": str(problem)}  # the trainer hangs up on us
         worker = Worker(setup, folder, names, image)
         channel.sendall(pack(stand))
         while "failed" not in stand:
@@ -199,8 +186,9 @@ def work(channel: socket.socket, folder: str, names: dict, parent: int) -> None:
 def make_root() -> str:
     """A locked folder in the temporary one; those of dead servers are swept away.
 
-    The kernel drops a lock however its owner dies. The folder gets its final name only once it
-    is locked, so that nobody takes it for a dead one."""
+    The kernel drops a lock however its owner dies. The folder gets its final name only once it is
+    locked, so that nobody takes it for a dead one.
+    """
     fresh = tempfile.mkdtemp(prefix="codev-new-")
     final = os.path.join(tempfile.gettempdir(), f"codev-sandbox-{os.getuid()}-")
     for folder in [fresh, *glob.glob(final + "*")]:
@@ -208,11 +196,19 @@ def make_root() -> str:
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            continue                        # in use
+            continue  # in use
         if folder != fresh:
             remove(folder)
     os.rename(fresh, root := final + fresh[-8:])
     return root
+
+
+def remove(folder: str) -> None:
+    try:
+        os.rmdir(folder)  # a private tmpfs leaves it empty
+    except OSError:  # shutil.rmtree recurses, and the code may have nested deeply
+        script = 'chmod -R u+rwx -- "$0"; rm -rf -- "$0"'
+        subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL)
 
 
 PREDEFINED = """builtins collections copy csv datetime functools glob io itertools json math os
@@ -223,12 +219,13 @@ matplotlib matplotlib.pyplot:plt"""
 
 
 def usual_names() -> dict[str, object]:
+    """What code finds without an import: module, or module:the name it has."""
     names = {"__name__": "__main__"}
     for word in PREDEFINED.split():
         module, _, name = word.partition(":")
         try:
             names[name or module] = importlib.import_module(module)
         except ImportError:
-            continue                        # optional; code that imports it gets the usual message
-    Image.init()                            # loads Pillow's decoders, once for all workers
+            continue  # optional; code that imports it gets the usual message
+    Image.init()  # loads Pillow's decoders, once for all workers
     return names | {"Path": names["pathlib"].Path}

@@ -13,7 +13,7 @@ Read next   sandbox_server.py (who calls `lock_in`), the head of sandbox.py (wha
 
 import ctypes
 import errno
-import functools
+import fcntl
 import os
 import resource
 import signal
@@ -22,12 +22,29 @@ import sys
 
 from PIL import Image
 
-
-WALLS = {"files", "calls", "rights", "sizes", "disk"}       # lock_in puts them up
-
-MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}    # linux/audit.h
+WALLS = {"files", "calls", "rights", "sizes", "disk"}  # what `lock_in` can put up
 MACHINE = os.uname().machine
 libc = ctypes.CDLL(None, use_errno=True)
+
+# Constants of Linux that Python does not have; the comment names the header, in linux/.
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # audit.h; machines with a table below
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38  # prctl.h
+SECCOMP_RET_KILL_PROCESS, SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 0x80000000, 0x50000, 0x7FFF0000
+SECCOMP_MODE_FILTER, X32_SYSCALL_BIT = 2, 0x40000000  # seccomp.h; unistd.h: calls' second numbers
+NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16  # seccomp.h: offsets in struct seccomp_data
+BPF_LOAD, BPF_AND, BPF_JEQ, BPF_JGE, BPF_RET = 0x20, 0x54, 0x15, 0x35, 0x06  # filter.h
+F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 15, 0x8901, 0x8902  # fcntl.h, sockios.h
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000  # sched.h
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000  # mount.h
+CAPABILITY_VERSION_3, CAPABILITIES = 0x20080522, 64  # capability.h
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # unistd.h
+LANDLOCK_CREATE_RULESET_VERSION = LANDLOCK_RULE_PATH_BENEATH = 1  # landlock.h
+# landlock.h: LANDLOCK_ACCESS_FS_... for files, then what it refuses of TCP, sockets and signals
+WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit for bit in range(1, 6))
+MAKE_DIR, MAKE_REG, REFER, TRUNCATE = (1 << bit for bit in (7, 8, 13, 14))
+BIND_OR_CONNECT, ABSTRACT_SOCKET_OR_SIGNAL = 0b11, 0b11
+READ = READ_FILE | READ_DIR
+WRITE = WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | REFER | TRUNCATE
 
 # System calls by name, with their numbers on x86-64 and on aarch64 (-1: it has none).
 REFUSED = """fork 57 -1, vfork 58 -1, clone 56 220, execve 59 221, execveat 322 281, ptrace 101 117,
@@ -46,149 +63,193 @@ fanotify_init 300 262, inotify_init 253 -1, inotify_init1 294 26, personality 13
 truncate 76 45, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, setxattrat 463 463,
 removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, removexattrat 466 466,
 file_setattr 469 469"""
-ABSENT = "clone3 435 435, openat2 437 437"      # libc then falls back to clone and openat
-# Landlock does not see these, and shutil.copy must not fail over them: nothing happens, quietly.
+ABSENT = "clone3 435 435, openat2 437 437"  # the C library then falls back to clone and openat
+# Landlock does not see these calls, and shutil.copy must not fail over them: they do nothing.
 PRETENDED = """chmod 90 -1, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -1,
 lchown 94 -1, fchown 93 55, fchownat 260 54, utime 132 -1, utimes 235 -1, futimesat 261 -1,
 utimensat 280 88"""
-TRUNCATES = os.O_ACCMODE | os.O_TRUNC           # to open for reading may empty a file, too
-FILTERED = [("prctl 157 167", 0, 0xFFFFFFFF, 1, True),          # argument, mask, value; refused
-            ("prlimit64 302 261", 0, 0xFFFFFFFF, 0, False),     # if equal (True), if not (False)
-            ("open 2 -1", 1, TRUNCATES, os.O_TRUNC, True),
-            ("openat 257 56", 2, TRUNCATES, os.O_TRUNC, True),
-            *(("fcntl 72 25", 1, 0xFFFFFFFF, command, True) for command in (8, 10, 15)),
-            *(("ioctl 16 29", 1, 0xFFFFFFFF, command, True) for command in (0x8901, 0x8902))]
-# (The last two rows: who gets a signal, and which, when a file has data.)
+ALL_BITS = 0xFFFFFFFF
+OPENS = os.O_ACCMODE | os.O_TRUNC  # a file that is opened for reading may be emptied, too
+# (call, number of an argument, its bits that count, value, True: refused if they have this value;
+# False: if they have another)
+FILTERED = [
+    ("prctl 157 167", 0, ALL_BITS, PR_SET_PDEATHSIG, True),
+    ("prlimit64 302 261", 0, ALL_BITS, 0, False),  # 0: the process itself
+    ("open 2 -1", 1, OPENS, os.O_TRUNC, True),
+    ("openat 257 56", 2, OPENS, os.O_TRUNC, True),
+    ("fcntl 72 25", 1, ALL_BITS, fcntl.F_SETOWN, True),  # who gets a signal, and which one,
+    ("fcntl 72 25", 1, ALL_BITS, fcntl.F_SETSIG, True),  # when a file has data
+    ("fcntl 72 25", 1, ALL_BITS, F_SETOWN_EX, True),
+    ("ioctl 16 29", 1, ALL_BITS, FIOSETOWN, True),
+    ("ioctl 16 29", 1, ALL_BITS, SIOCSPGRP, True),
+]
 
 
-def numbers(table: str) -> list[int]:
-    column = 1 + list(MACHINES).index(MACHINE)
-    return [n for row in table.split(",") if (n := int(row.split()[column])) >= 0]
+def missing_walls() -> dict[str, str]:
+    """Without these two there is no sandbox: what is missing -> which wall falls with it."""
+    missing = {}
+    if not landlock_abi():
+        missing["Landlock (Linux 5.13 or newer, switched on)"] = "files"
+    if MACHINE not in AUDIT_ARCH:
+        missing[f"table of system calls for {MACHINE}"] = "calls"
+    return missing
 
 
-@functools.cache
-def call_filter() -> bytes:
-    """Refuse what a program with one process, one thread and its own files does not need.
+def lock_in(setup: dict, folder: str, image: Image.Image, parent: int) -> dict[str, str]:
+    """Put up the walls in the one order that works. Returns each wall -> what stands there.
 
-    A filter is a list of (operation, jump if so, jump if not, operand), see linux/filter.h. It
-    may load from struct seccomp_data: the number at 0, the machine at 4, the arguments from 16."""
-    load, equal, at_least, mask_by, give = 0x20, 0x15, 0x35, 0x54, 0x06
-    allow, kill, error = 0x7FFF0000, 0x80000000, 0x50000
-    program = [(load, 0, 0, 4), (equal, 1, 0, MACHINES[MACHINE]), (give, 0, 0, kill),
-               (load, 0, 0, 0)]
-    if MACHINE == "x86_64":     # the x32 numbers are a second door to the same rooms
-        program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, error | errno.ENOSYS)]
-    for table, code in (REFUSED, errno.EPERM), (ABSENT, errno.ENOSYS), (PRETENDED, 0):
-        for number in numbers(table):
-            program += [(equal, 0, 1, number), (give, 0, 0, error | code)]
-    for table, argument, mask, value, if_equal in FILTERED:
-        for number in numbers(table):
-            program += [(equal, 0, 5, number), (load, 0, 0, 16 + 8 * argument),
-                        (mask_by, 0, 0, mask), (equal, not if_equal, if_equal, value),
-                        (give, 0, 0, error | errno.EPERM), (load, 0, 0, 0)]
-    program.append((give, 0, 0, allow))
-    return b"".join(struct.pack("HBBI", *line) for line in program)
-
-
-def seccomp() -> str:
-    code = ctypes.create_string_buffer(call_filter())
-    header = struct.pack("HxxxxxxQ", len(call_filter()) // struct.calcsize("HBBI"),
-                         ctypes.addressof(code))
-    check(libc.prctl(22, 2, header, 0, 0), "seccomp")       # PR_SET_SECCOMP, filter
-    return f"seccomp, {len(numbers(REFUSED))} calls refused"
+    setup: the limits, and the "walls" to put up; parent: the pid of the server. Raises OSError if
+    a wall does not go up.
+    """
+    stand = dict.fromkeys(sorted(WALLS), "none")
+    written("/proc/self/oom_score_adj", "1000")  # when memory runs out, the trainer goes last
+    size = setup["disk"] + 3 * image.width * image.height + (1 << 20)
+    private = "disk" in setup["walls"] and private_disk(folder, size)
+    stand["disk"] = f"private tmpfs, {size >> 20} MB" if private else "polled quota"
+    os.mkdir(f"{folder}/work")
+    image.save(f"{folder}/image.png", compress_level=0)  # no metadata, and a name that says nothing
+    if "sizes" in setup["walls"]:
+        limit_sizes(setup["memory"], setup["file"])
+        stand["sizes"] = f"rlimits, {setup['memory'] >> 20} MB of memory"
+    if "rights" in setup["walls"]:
+        for capability in range(CAPABILITIES):
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        check(libc.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
+        stand["rights"] = "no capabilities"
+    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
+    if os.getppid() != parent:  # the server died before it could take this worker with it
+        os._exit(0)
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    if "files" in setup["walls"]:
+        stand["files"] = landlock(folder)
+    if "calls" in setup["walls"]:
+        stand["calls"] = seccomp()
+    return stand
 
 
 def check(result: int, what: str) -> int:
+    """The result of a C function, or an OSError if that is negative."""
     if result < 0:
         raise OSError(f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
+def written(path: str, text: str) -> bool:
+    """Some containers make /proc read-only."""
+    try:
+        with open(path, "w") as file:
+            file.write(text)
+    except OSError:
+        return False
+    return True
+
+
+def private_disk(folder: str, size: int) -> bool:
+    """Mount a tmpfs of `size` bytes that only this process sees and that vanishes with it, if the
+    system allows that."""
+    uid, gid = os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWNS):  # an ordinary user may mount only in a user namespace
+        names = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
+        if libc.unshare(CLONE_NEWNS | CLONE_NEWUSER):
+            return False
+        if not all(written(f"/proc/self/{name}", line) for name, line in names.items()):
+            return False
+    options = f"size={size},nr_inodes=2000,mode=755".encode()
+    private, safe = ctypes.c_ulong(MS_REC | MS_PRIVATE), MS_NOSUID | MS_NODEV | MS_NOEXEC
+    if libc.mount(None, b"/", None, private, None):
+        return False
+    return not libc.mount(b"tmpfs", folder.encode(), b"tmpfs", ctypes.c_ulong(safe), options)
+
+
+def limit_sizes(memory: int, file: int) -> None:
+    """Bounds on memory and on one file, in bytes, and on what else a process can pile up."""
+    limits = {"AS": memory, "FSIZE": file, "NOFILE": 64, "CPU": 3600}
+    for name, value in (limits | {"CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}).items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        _, hard = resource.getrlimit(kind)  # nobody may go above this one
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
 def landlock_abi() -> int:
-    return max(0, libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint(1)))    # 0: none
+    """The version of Landlock that this kernel has; 0: none."""
+    version = ctypes.c_uint(LANDLOCK_CREATE_RULESET_VERSION)
+    return max(0, libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), version))
 
 
-def landlock(readable: list[str], writable: str) -> str:
-    """From here on: read in some folders, write in one; the kernel refuses the rest."""
+def landlock(folder: str) -> str:
+    """From here on the kernel refuses every file but the libraries, to read, and the folder, to
+    read, and its "work", to write."""
     abi = landlock_abi()
-    rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1       # all this kernel can refuse
-    ruleset = struct.pack("QQQ", rights, 3, 3)                      # files; TCP; sockets, signals
-    ruleset = ruleset[:8 if abi < 4 else 16 if abi < 6 else 24]
-    rules = check(libc.syscall(444, ruleset, ctypes.c_size_t(len(ruleset)), ctypes.c_uint(0)),
-                  "landlock_create_ruleset")
-    read, write = 1 << 2 | 1 << 3, 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14
-    for path in filter(os.path.exists, [*readable, writable]):      # write: no links, no devices
-        allowed = read | write if path == writable else read if os.path.isdir(path) else 1 << 2
-        target = os.open(path, os.O_PATH)
-        rule = struct.pack("=Qi", allowed & rights, target)
-        check(libc.syscall(445, rules, 1, rule, 0), f"landlock_add_rule {path}")
-        os.close(target)
-    check(libc.syscall(446, rules, 0), "landlock_restrict_self")
+    known = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1  # all rights that this one has
+    ruleset = struct.pack("QQQ", known, BIND_OR_CONNECT, ABSTRACT_SOCKET_OR_SIGNAL)
+    ruleset = ruleset[: 8 if abi < 4 else 16 if abi < 6 else 24]  # older ones know fewer fields
+    size = ctypes.c_size_t(len(ruleset))
+    rules = libc.syscall(LANDLOCK_CREATE_RULESET, ruleset, size, ctypes.c_uint(0))
+    check(rules, "landlock_create_ruleset")
+    system = "/usr /lib /lib64 /etc/ld.so.cache /etc/fonts /dev/null /dev/zero /dev/urandom".split()
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    readable = [*system, sys.prefix, sys.base_prefix, *packages, folder]
+    rights = {path: READ if os.path.isdir(path) else READ_FILE for path in readable}
+    for path, allowed in (rights | {f"{folder}/work": READ | WRITE}).items():
+        if os.path.exists(path):
+            target = os.open(path, os.O_PATH)
+            rule = struct.pack("=Qi", allowed & known, target)
+            done = libc.syscall(LANDLOCK_ADD_RULE, rules, LANDLOCK_RULE_PATH_BENEATH, rule, 0)
+            check(done, f"landlock_add_rule {path}")
+            os.close(target)
+    check(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
     os.close(rules)
     return f"Landlock ABI {abi}"
 
 
-def missing_walls() -> dict[str, str]:
-    """Without these two there is no sandbox: what is missing, and which wall falls with it."""
-    tests = (("Landlock (Linux 5.13 or newer, switched on)", "files", landlock_abi() > 0),
-             (f"table of system calls for {MACHINE}", "calls", MACHINE in MACHINES))
-    return {what: wall for what, wall, there in tests if not there}
+def numbers(table: str) -> list[int]:
+    """The numbers that this machine has for a table of system calls."""
+    column = 1 + list(AUDIT_ARCH).index(MACHINE)
+    return [n for row in table.split(",") if (n := int(row.split()[column])) >= 0]
 
 
-def private_disk(folder: str, size: int) -> str:
-    """Mount a tmpfs that only this process sees and that vanishes with it, if we may."""
-    uid, gid, polled = os.getuid(), os.getgid(), "polled quota"
-    if libc.unshare(0x20000):                       # CLONE_NEWNS; an ordinary user needs more:
-        if libc.unshare(0x10020000):                # CLONE_NEWUSER
-            return polled
-        for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"),
-                           ("gid_map", f"{gid} {gid} 1")):
-            try:
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(line)
-            except OSError:
-                return polled
-    options = f"size={size},nr_inodes=2000,mode=755".encode()
-    if (libc.mount(None, b"/", None, ctypes.c_ulong(0x44000), None)         # MS_REC | MS_PRIVATE
-            or libc.mount(b"tmpfs", folder.encode(), b"tmpfs", ctypes.c_ulong(14), options)):
-        return polled                               # 14: no suid, no devices, no programs
-    return f"private tmpfs, {size >> 20} MB"
+def call_filter() -> bytes:
+    """Refuse what a program with one process, one thread and its own files does not need.
+
+    A filter is a list of (operation, lines to skip if so, lines to skip if not, operand).
+    """
+    program = [
+        (BPF_LOAD, 0, 0, MACHINE_AT),
+        (BPF_JEQ, 1, 0, AUDIT_ARCH[MACHINE]),
+        (BPF_RET, 0, 0, SECCOMP_RET_KILL_PROCESS),
+        (BPF_LOAD, 0, 0, NUMBER_AT),
+    ]
+
+    def refuse(error: int) -> tuple:
+        return BPF_RET, 0, 0, SECCOMP_RET_ERRNO | error
+
+    if MACHINE == "x86_64":
+        program += [(BPF_JGE, 0, 1, X32_SYSCALL_BIT), refuse(errno.ENOSYS)]
+    for table, error in (REFUSED, errno.EPERM), (ABSENT, errno.ENOSYS), (PRETENDED, 0):
+        for number in numbers(table):
+            program += [(BPF_JEQ, 0, 1, number), refuse(error)]
+    for table, argument, bits, value, if_equal in FILTERED:
+        for number in numbers(table):
+            program += [
+                (BPF_JEQ, 0, 5, number),
+                (BPF_LOAD, 0, 0, ARGUMENTS_AT + 8 * argument),
+                (BPF_AND, 0, 0, bits),
+                (BPF_JEQ, not if_equal, if_equal, value),
+                refuse(errno.EPERM),
+                (BPF_LOAD, 0, 0, NUMBER_AT),
+            ]
+    program.append((BPF_RET, 0, 0, SECCOMP_RET_ALLOW))
+    return b"".join(struct.pack("HBBI", *line) for line in program)
 
 
-def lock_in(setup: dict, folder: str, image: Image.Image, parent: int) -> dict[str, str]:
-    """Put up the walls in the one order that works; say which ones stand."""
-    walls, stand = set(setup["walls"]), dict.fromkeys(sorted(WALLS), "none")
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")                      # short of memory, the trainer goes last
-    except OSError:
-        pass                                        # /proc is read-only in some containers
-    size = setup["disk"] + 3 * image.width * image.height + (1 << 20)
-    stand["disk"] = private_disk(folder, size) if "disk" in walls else "polled quota"
-    os.mkdir(f"{folder}/work")
-    image.save(f"{folder}/image.png", compress_level=0)             # no metadata, neutral name
-    if "sizes" in walls:
-        for name, value in (("AS", setup["memory"]), ("FSIZE", setup["file"]), ("NOFILE", 64),
-                            ("CPU", 3600), ("CORE", 0), ("MSGQUEUE", 0), ("MEMLOCK", 0)):
-            kind = getattr(resource, f"RLIMIT_{name}")
-            hard = resource.getrlimit(kind)[1]      # nobody may raise it; -1: there is none
-            resource.setrlimit(kind, (value if hard < 0 else min(value, hard),) * 2)
-        stand["sizes"] = f"rlimits, {setup['memory'] >> 20} MB of memory"
-    if "rights" in walls:
-        for capability in range(64):
-            libc.prctl(24, capability, 0, 0, 0)     # PR_CAPBSET_DROP
-        capset = 126 if MACHINE == "x86_64" else 91
-        check(libc.syscall(capset, struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
-        stand["rights"] = "no capabilities"
-    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")       # not without the server
-    if os.getppid() != parent:
-        os._exit(0)
-    check(libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
-    if "files" in walls:
-        system = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/fonts", "/dev/null",
-                  "/dev/zero", "/dev/urandom", sys.prefix, sys.base_prefix]
-        packages = [path for path in sys.path if path.endswith("-packages")]
-        stand["files"] = landlock([*system, *packages, folder], f"{folder}/work")
-    if "calls" in walls:
-        stand["calls"] = seccomp()
-    return stand
+FILTER = call_filter() if MACHINE in AUDIT_ARCH else b""  # made once, for all workers
+
+
+def seccomp() -> str:
+    """From here on the kernel refuses these calls; nothing takes a filter away again."""
+    program = ctypes.create_string_buffer(FILTER)
+    length = len(FILTER) // struct.calcsize("HBBI")
+    header = struct.pack("HxxxxxxQ", length, ctypes.addressof(program))
+    check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0), "seccomp")
+    return f"seccomp, {len(numbers(REFUSED))} calls refused"
