@@ -1,8 +1,8 @@
 """
 sandbox_repair.py: code that almost parses is repaired; what it should not call is named.
 
-Concept     A policy that forgets a quote learns nothing from "invalid syntax". Code that parses is
-            never changed; other code is, by the first candidate that parses, and a note says how.
+Concept     A policy that wraps its code in markdown learns little from "invalid syntax". Code that
+            parses is never changed. Other code is, until it parses, and notes say how.
 Paper       nothing: CodeV's Appendix 13 says what the sandbox repairs, not how
 In          code as the policy wrote it
 Out         code that parses and notes on how; the name of a refused call; a rewritten syntax tree
@@ -30,7 +30,7 @@ def parses(code: str) -> bool:
 
 
 def plain(code: str) -> list[str]:
-    """Without a byte order mark, zero-width spaces, other lines' ends."""
+    """Without byte order marks, zero-width spaces and foreign ends of lines."""
     visible = re.sub("[\ufeff\u200b\0]", "", re.sub("\r\n?", "\n", code))
     return [visible.replace("\u00a0", " ")]
 
@@ -45,7 +45,7 @@ def unfence(code: str) -> list[str]:
 
 
 def reindent(code: str) -> list[str]:
-    """Tabs of 8 and of 4; the first line as deep as the others; depths rounded to multiples of 4"""
+    """With tabs of 8; with tabs of 4; the first line as deep as the others; depths in fours."""
     lines = textwrap.dedent(code.expandtabs(4)).strip("\n").split("\n")
     depths = [len(line) - len(line.lstrip()) for line in lines]
     margin = min((d for d, line in zip(depths[1:], lines[1:]) if line.strip()), default=0)
@@ -88,7 +88,7 @@ def repair(code: str) -> tuple[str, list[str]]:
 
 
 def forbidden_call(tree: ast.AST) -> str | None:
-    """A clear message for the honest. It is easily walked around, and the walls hold without it."""
+    """A clear message for honest code. It is easily walked around; the walls hold without it."""
     names = {"os": "os", "shutil": "shutil", "subprocess": "subprocess", "Path": "pathlib.Path"}
 
     def dotted(node):

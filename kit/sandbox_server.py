@@ -40,7 +40,7 @@ def pack(header: dict) -> bytes:
 
 
 def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None) -> bytes:
-    """Exactly `size` bytes, however slowly they drip; `watch` is called meanwhile.
+    """Exactly `size` bytes, however slowly they drip. watch: called while none come.
 
     Raises TimeoutError after the deadline (of time.monotonic), EOFError if the other side ended.
     """
@@ -63,15 +63,15 @@ def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None)
 
 
 def read_json(sock: socket.socket, deadline: float = math.inf, watch=None, most=1 << 18) -> dict:
-    """The header that comes next, of at most `most` bytes."""
+    """The next header. Raises ValueError if it has more than `most` bytes or is no JSON."""
     (size,) = struct.unpack(">I", read(sock, 4, deadline, watch))
     if size > most:
         raise ValueError(f"a reply of {size} bytes, expected at most {most}")
     return loads(read(sock, size, deadline, watch))
 
 
-# What the server executes. It finds `kit` in the project's root and then forgets that folder, so
-# that `import data` in the policy's code does not find data.py.
+# The program that the server runs. It imports `kit` from the project's root and then forgets that
+# folder, so that `import data` in the policy's code does not find data.py.
 DOOR = """
 import socket, sys
 fd, root, *packages = sys.argv[1:]
@@ -83,7 +83,7 @@ serve(socket.socket(fileno=int(fd)))"""
 
 class Server:
     """The trainer's handle on the process that forks workers. That process is executed, not
-    forked, so neither CUDA, nor data, nor keys, nor open files of the trainer come with it."""
+    forked, so neither CUDA nor data, keys or open files of the trainer come with it."""
 
     def __init__(self):
         self.owner, self.lock = os.getpid(), threading.Lock()
@@ -92,11 +92,15 @@ class Server:
         environment |= {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         packages = [path for path in sys.path if path.endswith("-packages")]  # -I drops some
-        command = [sys.executable, "-I", "-c", DOOR, str(theirs.fileno()), root, *packages]
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "cwd": "/"}
-        with theirs as s:
+        with theirs:
             self.process = subprocess.Popen(
-                command, pass_fds=[s.fileno()], env=environment, start_new_session=True, **streams
+                [sys.executable, "-I", "-c", DOOR, str(theirs.fileno()), root, *packages],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
             )
         try:
             read_json(self.control, time.monotonic() + 120)
@@ -108,6 +112,7 @@ class Server:
             ) from problem
 
     def ask(self, request: dict, *descriptors: int) -> dict:
+        """{"fork": True} and a descriptor -> {"pid", "folder"}; {"reap": pid} -> {"exit"}."""
         with self.lock:
             try:
                 socket.send_fds(self.control, [pack(request)], descriptors)
@@ -131,7 +136,7 @@ def the_server() -> Server:
 
 
 def serve(control: socket.socket) -> None:
-    """Import once, fork a worker on request. When the trainer ends, so does all of this."""
+    """Import once, fork a worker on request. When the trainer ends, the server ends its workers."""
     root, workers, me = make_root(), set(), os.getpid()
     os.environ["MPLCONFIGDIR"] = root  # where matplotlib writes its list of fonts
     names = usual_names()
@@ -172,7 +177,7 @@ def work(channel: socket.socket, folder: str, names: dict, parent: int) -> None:
         try:
             stand = lock_in(setup, folder, image, parent)
         except OSError as problem:
-            stand = {"failed": str(problem)}  # the trainer hangs up on us
+            stand = {"failed": str(problem)}
         worker = Worker(setup, folder, names, image)
         channel.sendall(pack(stand))
         while "failed" not in stand:
@@ -204,6 +209,7 @@ def make_root() -> str:
 
 
 def remove(folder: str) -> None:
+    """Remove a folder, whatever the code has made of it."""
     try:
         os.rmdir(folder)  # a private tmpfs leaves it empty
     except OSError:  # shutil.rmtree recurses, and the code may have nested deeply

@@ -1,9 +1,9 @@
 """
 sandbox_walls.py: what the kernel refuses to a worker.
 
-Concept     A worker puts up the walls around itself, before it sees any code, and nobody takes them
-            down again: seccomp refuses system calls, Landlock paths, rlimits sizes; a tmpfs (files
-            in memory) bounds what is written.
+Concept     A worker puts up the walls around itself before it sees any code, and nothing takes them
+            down again: seccomp refuses system calls, Landlock refuses paths, rlimits bound memory
+            and files, and a tmpfs (a disk in memory) bounds all that is written.
 Paper       nothing: CodeV's Appendix 13 asks for isolation, not for these walls
 In          the limits, the worker's folder, its input image
 Out         which walls stand
@@ -30,7 +30,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # audit.h; machines with a table below
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38  # prctl.h
 SECCOMP_RET_KILL_PROCESS, SECCOMP_RET_ERRNO, SECCOMP_RET_ALLOW = 0x80000000, 0x50000, 0x7FFF0000
-SECCOMP_MODE_FILTER, X32_SYSCALL_BIT = 2, 0x40000000  # seccomp.h; unistd.h: calls' second numbers
+SECCOMP_MODE_FILTER = 2  # seccomp.h, as the line above
+X32_SYSCALL_BIT = 0x40000000  # unistd.h of x86-64: every call has a second number, with this bit
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16  # seccomp.h: offsets in struct seccomp_data
 BPF_LOAD, BPF_AND, BPF_JEQ, BPF_JGE, BPF_RET = 0x20, 0x54, 0x15, 0x35, 0x06  # filter.h
 F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 15, 0x8901, 0x8902  # fcntl.h, sockios.h
@@ -39,10 +40,10 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000  #
 CAPABILITY_VERSION_3, CAPABILITIES = 0x20080522, 64  # capability.h
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # unistd.h
 LANDLOCK_CREATE_RULESET_VERSION = LANDLOCK_RULE_PATH_BENEATH = 1  # landlock.h
-# landlock.h: LANDLOCK_ACCESS_FS_... for files, then what it refuses of TCP, sockets and signals
+# landlock.h: rights to files, LANDLOCK_ACCESS_FS_...; then TCP; then abstract sockets and signals
 WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit for bit in range(1, 6))
 MAKE_DIR, MAKE_REG, REFER, TRUNCATE = (1 << bit for bit in (7, 8, 13, 14))
-BIND_OR_CONNECT, ABSTRACT_SOCKET_OR_SIGNAL = 0b11, 0b11
+BIND_TCP_AND_CONNECT_TCP, SCOPE_SOCKET_AND_SIGNAL = 0b11, 0b11
 READ = READ_FILE | READ_DIR
 WRITE = WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | REFER | TRUNCATE
 
@@ -69,9 +70,9 @@ PRETENDED = """chmod 90 -1, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, ch
 lchown 94 -1, fchown 93 55, fchownat 260 54, utime 132 -1, utimes 235 -1, futimesat 261 -1,
 utimensat 280 88"""
 ALL_BITS = 0xFFFFFFFF
-OPENS = os.O_ACCMODE | os.O_TRUNC  # a file that is opened for reading may be emptied, too
-# (call, number of an argument, its bits that count, value, True: refused if they have this value;
-# False: if they have another)
+OPENS = os.O_ACCMODE | os.O_TRUNC  # opening a file only to read may empty it all the same
+# A call, the place of one argument, the bits of it that count, a value. The call is refused if they
+# have this value (True), or if they have another (False).
 FILTERED = [
     ("prctl 157 167", 0, ALL_BITS, PR_SET_PDEATHSIG, True),
     ("prlimit64 302 261", 0, ALL_BITS, 0, False),  # 0: the process itself
@@ -86,7 +87,7 @@ FILTERED = [
 
 
 def missing_walls() -> dict[str, str]:
-    """Without these two there is no sandbox: what is missing -> which wall falls with it."""
+    """What the system lacks of what a sandbox must have -> the wall that cannot stand without."""
     missing = {}
     if not landlock_abi():
         missing["Landlock (Linux 5.13 or newer, switched on)"] = "files"
@@ -96,10 +97,10 @@ def missing_walls() -> dict[str, str]:
 
 
 def lock_in(setup: dict, folder: str, image: Image.Image, parent: int) -> dict[str, str]:
-    """Put up the walls in the one order that works. Returns each wall -> what stands there.
+    """Put up the walls, in the one order that works. Returns each wall -> what stands there.
 
-    setup: the limits, and the "walls" to put up; parent: the pid of the server. Raises OSError if
-    a wall does not go up.
+    setup: the limits, and which "walls" to put up. parent: the pid of the server. Raises OSError
+    if a wall does not go up.
     """
     stand = dict.fromkeys(sorted(WALLS), "none")
     written("/proc/self/oom_score_adj", "1000")  # when memory runs out, the trainer goes last
@@ -128,14 +129,14 @@ def lock_in(setup: dict, folder: str, image: Image.Image, parent: int) -> dict[s
 
 
 def check(result: int, what: str) -> int:
-    """The result of a C function, or an OSError if that is negative."""
+    """The result of a C function. Raises OSError if it is negative."""
     if result < 0:
         raise OSError(f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
 def written(path: str, text: str) -> bool:
-    """Some containers make /proc read-only."""
+    """Write to a file of /proc; False if the system does not let us, as in some containers."""
     try:
         with open(path, "w") as file:
             file.write(text)
@@ -145,8 +146,8 @@ def written(path: str, text: str) -> bool:
 
 
 def private_disk(folder: str, size: int) -> bool:
-    """Mount a tmpfs of `size` bytes that only this process sees and that vanishes with it, if the
-    system allows that."""
+    """Mount a tmpfs of `size` bytes that only this process sees and that vanishes with it. False
+    if the system does not let us."""
     uid, gid = os.getuid(), os.getgid()
     if libc.unshare(CLONE_NEWNS):  # an ordinary user may mount only in a user namespace
         names = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
@@ -162,7 +163,7 @@ def private_disk(folder: str, size: int) -> bool:
 
 
 def limit_sizes(memory: int, file: int) -> None:
-    """Bounds on memory and on one file, in bytes, and on what else a process can pile up."""
+    """Bound memory and each file, in bytes, and whatever else a process can pile up."""
     limits = {"AS": memory, "FSIZE": file, "NOFILE": 64, "CPU": 3600}
     for name, value in (limits | {"CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0}).items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -178,12 +179,12 @@ def landlock_abi() -> int:
 
 
 def landlock(folder: str) -> str:
-    """From here on the kernel refuses every file but the libraries, to read, and the folder, to
-    read, and its "work", to write."""
+    """From here on the kernel refuses all files but those of the system's libraries and of the
+    folder, which may be read, and of work/ in the folder, which may be changed."""
     abi = landlock_abi()
     known = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1  # all rights that this one has
-    ruleset = struct.pack("QQQ", known, BIND_OR_CONNECT, ABSTRACT_SOCKET_OR_SIGNAL)
-    ruleset = ruleset[: 8 if abi < 4 else 16 if abi < 6 else 24]  # older ones know fewer fields
+    ruleset = struct.pack("QQQ", known, BIND_TCP_AND_CONNECT_TCP, SCOPE_SOCKET_AND_SIGNAL)
+    ruleset = ruleset[: 8 if abi < 4 else 16 if abi < 6 else 24]  # older ones take fewer fields
     size = ctypes.c_size_t(len(ruleset))
     rules = libc.syscall(LANDLOCK_CREATE_RULESET, ruleset, size, ctypes.c_uint(0))
     check(rules, "landlock_create_ruleset")
@@ -204,50 +205,44 @@ def landlock(folder: str) -> str:
 
 
 def numbers(table: str) -> list[int]:
-    """The numbers that this machine has for a table of system calls."""
+    """The numbers of a table that hold on this machine."""
     column = 1 + list(AUDIT_ARCH).index(MACHINE)
     return [n for row in table.split(",") if (n := int(row.split()[column])) >= 0]
 
 
 def call_filter() -> bytes:
-    """Refuse what a program with one process, one thread and its own files does not need.
+    """A program that refuses what one process with one thread and its own files does not need.
 
-    A filter is a list of (operation, lines to skip if so, lines to skip if not, operand).
+    Each line is an operation and its operand. A comparison also has how many lines to skip if it
+    is true, and how many if it is false.
     """
-    program = [
-        (BPF_LOAD, 0, 0, MACHINE_AT),
-        (BPF_JEQ, 1, 0, AUDIT_ARCH[MACHINE]),
-        (BPF_RET, 0, 0, SECCOMP_RET_KILL_PROCESS),
-        (BPF_LOAD, 0, 0, NUMBER_AT),
-    ]
 
-    def refuse(error: int) -> tuple:
-        return BPF_RET, 0, 0, SECCOMP_RET_ERRNO | error
+    def line(operation: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
+        return struct.pack("HBBI", operation, if_true, if_false, operand)
 
+    def refuse(error: int) -> bytes:
+        return line(BPF_RET, SECCOMP_RET_ERRNO | error)
+
+    program = line(BPF_LOAD, MACHINE_AT) + line(BPF_JEQ, AUDIT_ARCH[MACHINE], 1, 0)
+    program += line(BPF_RET, SECCOMP_RET_KILL_PROCESS) + line(BPF_LOAD, NUMBER_AT)
     if MACHINE == "x86_64":
-        program += [(BPF_JGE, 0, 1, X32_SYSCALL_BIT), refuse(errno.ENOSYS)]
+        program += line(BPF_JGE, X32_SYSCALL_BIT, 0, 1) + refuse(errno.ENOSYS)
     for table, error in (REFUSED, errno.EPERM), (ABSENT, errno.ENOSYS), (PRETENDED, 0):
         for number in numbers(table):
-            program += [(BPF_JEQ, 0, 1, number), refuse(error)]
+            program += line(BPF_JEQ, number, 0, 1) + refuse(error)
     for table, argument, bits, value, if_equal in FILTERED:
         for number in numbers(table):
-            program += [
-                (BPF_JEQ, 0, 5, number),
-                (BPF_LOAD, 0, 0, ARGUMENTS_AT + 8 * argument),
-                (BPF_AND, 0, 0, bits),
-                (BPF_JEQ, not if_equal, if_equal, value),
-                refuse(errno.EPERM),
-                (BPF_LOAD, 0, 0, NUMBER_AT),
-            ]
-    program.append((BPF_RET, 0, 0, SECCOMP_RET_ALLOW))
-    return b"".join(struct.pack("HBBI", *line) for line in program)
+            program += line(BPF_JEQ, number, 0, 5) + line(BPF_LOAD, ARGUMENTS_AT + 8 * argument)
+            program += line(BPF_AND, bits) + line(BPF_JEQ, value, not if_equal, if_equal)
+            program += refuse(errno.EPERM) + line(BPF_LOAD, NUMBER_AT)
+    return program + line(BPF_RET, SECCOMP_RET_ALLOW)
 
 
 FILTER = call_filter() if MACHINE in AUDIT_ARCH else b""  # made once, for all workers
 
 
 def seccomp() -> str:
-    """From here on the kernel refuses these calls; nothing takes a filter away again."""
+    """From here on the kernel runs FILTER before every system call."""
     program = ctypes.create_string_buffer(FILTER)
     length = len(FILTER) // struct.calcsize("HBBI")
     header = struct.pack("HxxxxxxQ", length, ctypes.addressof(program))
