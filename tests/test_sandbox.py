@@ -25,8 +25,9 @@ from kit.sandbox_repair import forbidden_call, parses, repair
 from sandbox import Limits, Sandbox, verified_box
 
 W, H = 800, 600
-QUICK = settings(deadline=None, max_examples=60,
-                 suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def picture(width: int = W, height: int = H) -> Image.Image:
@@ -47,29 +48,34 @@ def box():
 
 def shows(*crops):
     """The observation holds exactly these crops of the input, verified, pixel for pixel."""
+
     def check(seen, box):
         assert seen.error is None and seen.boxes == list(crops), seen
         assert seen.sources == ["crop"] * len(crops)
         for image, crop in zip(seen.images, crops):
             assert image.tobytes() == PICTURE.crop(crop).tobytes()
+
     return check
 
 
 def prints(text):
     def check(seen, box):
         assert seen.error is None and seen.text.strip() == text and not seen.images, seen
+
     return check
 
 
 def fails(*words):
     def check(seen, box):
         assert not seen.images and all(word in seen.error for word in words), seen
+
     return check
 
 
 def notes(*words):
     def check(seen, box):
         assert all(any(word in note for note in seen.notes) for word in words), seen.notes
+
     return check
 
 
@@ -77,6 +83,7 @@ def one(source, size=None):
     def check(seen, box):
         assert seen.error is None and seen.sources == [source], seen
         assert size is None or seen.images[0].size == size
+
     return check
 
 
@@ -87,6 +94,7 @@ def silent(seen, box):
 def red(*lines):
     def check(seen, box):
         assert seen.red_lines == list(lines), seen
+
     return check
 
 
@@ -96,6 +104,7 @@ def mean_is_right(seen, box):
 
 
 # Each case: its number and title, the calls, what the last call must show.
+# fmt: off
 CASES = {
     "F01 fence": (
         ["```python\ncrop = image.crop((100, 100, 300, 250))\ncrop.save('crop.png')\n```"],
@@ -209,6 +218,7 @@ CASES = {
     "F40 savefig elsewhere": (["plt.plot([1,2,3])\nplt.savefig('/home/user/plot.png')"],
                               one("figure"), notes("written to plot.png")),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -229,9 +239,12 @@ def test_an_error_is_one_short_line(box):
     assert box.run("y = 5\nraise RuntimeError('bo\\nom')").error == "RuntimeError: bo om (line 2)"
     assert box.run("def f(:").error.startswith("SyntaxError: ")
     assert box.run("import surely_missing").error == (
-        "ModuleNotFoundError: No module named 'surely_missing' (line 1)")
-    assert "files here: ['crop_1.png']" in box.run(
-        "image.crop((0, 0, 50, 50)).save('crop_1.png')\nImage.open('crop_2.png')").error
+        "ModuleNotFoundError: No module named 'surely_missing' (line 1)"
+    )
+    assert (
+        "files here: ['crop_1.png']"
+        in box.run("image.crop((0, 0, 50, 50)).save('crop_1.png')\nImage.open('crop_2.png')").error
+    )
 
 
 def test_a_note_is_one_line_too(box):
@@ -247,8 +260,10 @@ def test_code_that_shows_nothing_is_legal(box, code):
 
 
 def test_text_is_what_was_printed_however_it_was_printed(box):
-    seen = box.run("import sys\nprint('a')\nsys.stdout.buffer.write(b'b\\xff')\n"
-                   "sys.stderr.write('c')\nprint('\\ud800')\nsys.stdout.close()")
+    seen = box.run(
+        "import sys\nprint('a')\nsys.stdout.buffer.write(b'b\\xff')\n"
+        "sys.stderr.write('c')\nprint('\\ud800')\nsys.stdout.close()"
+    )
     assert seen.text == "a\nb\ufffdc\\ud800\n" and seen.error is None
 
 
@@ -265,15 +280,19 @@ def test_names_stay_but_stand_ins_come_back(box):
 
 
 def test_at_most_five_images_and_identical_ones_once(box):
-    seen = box.run("for i in range(8):\n    image.crop((i, 0, i + 50, 50)).show()\n"
-                   "    image.crop((i, 0, i + 50, 50)).save(f'{i}.png')")
+    seen = box.run(
+        "for i in range(8):\n    image.crop((i, 0, i + 50, 50)).show()\n"
+        "    image.crop((i, 0, i + 50, 50)).save(f'{i}.png')"
+    )
     assert seen.boxes == [(i, 0, i + 50, 50) for i in range(5)]
     assert any("more images not shown" in note for note in seen.notes)
 
 
 def test_sizes_fit_the_vision_encoder(box):
-    seen = box.run("image.crop((10, 20, 20, 40)).show()\nimage.crop((0, 0, 101, 1)).show()\n"
-                   "Image.new('RGB', (6000, 100)).show()\nImage.new('RGB', (2000, 20)).show()")
+    seen = box.run(
+        "image.crop((10, 20, 20, 40)).show()\nimage.crop((0, 0, 101, 1)).show()\n"
+        "Image.new('RGB', (6000, 100)).show()\nImage.new('RGB', (2000, 20)).show()"
+    )
     assert [i.size for i in seen.images] == [(28, 56), (2048, 35), (2800, 28)]
     assert seen.boxes == [(10, 20, 20, 40), None, None]
     assert seen.sources == ["crop", "show", "show"]
@@ -281,18 +300,22 @@ def test_sizes_fit_the_vision_encoder(box):
 
 
 def test_a_file_overwritten_in_one_call_is_shown_as_it_ended(box):
-    seen = box.run("image.crop((0, 0, 50, 50)).save('c.png')\nimage.crop((9, 9, 60, 60)).show()\n"
-                   "image.crop((5, 5, 50, 50)).save('c.png')")
+    seen = box.run(
+        "image.crop((0, 0, 50, 50)).save('c.png')\nimage.crop((9, 9, 60, 60)).show()\n"
+        "image.crop((5, 5, 50, 50)).save('c.png')"
+    )
     assert seen.boxes == [(9, 9, 60, 60), (5, 5, 50, 50)]
 
 
 def test_files_written_without_pillow_are_found(box):
-    seen = box.run("b = io.BytesIO()\nimage.crop((0, 0, 40, 30)).save(b, 'PNG')\n"
-                   "os.makedirs('sub')\nopen('sub/x.png', 'wb').write(b.getvalue())\n"
-                   "open('y.png', 'wb').write(b'junk'); None")
+    seen = box.run(
+        "b = io.BytesIO()\nimage.crop((0, 0, 40, 30)).save(b, 'PNG')\n"
+        "os.makedirs('sub')\nopen('sub/x.png', 'wb').write(b.getvalue())\n"
+        "open('y.png', 'wb').write(b'junk'); None"
+    )
     assert [i.size for i in seen.images] == [(40, 30)] and seen.sources == ["file"]
     assert seen.notes == ["no image in 1 files: y.png"]
-    assert box.run("1").images == []        # shown when they were new
+    assert box.run("1").images == []  # shown when they were new
 
 
 def test_an_open_figure_is_shown_and_a_saved_one_not_twice(box):
@@ -316,33 +339,42 @@ def test_arrays_are_shown_in_the_right_colours(box):
 
 
 def test_return_inside_a_block_ends_the_code_and_functions_keep_theirs(box):
-    seen = box.run("def f():\n    return 7\nfor i in range(9):\n    if i == 2:\n"
-                   "        return f() + i\n    print(i)\nprint('never')")
+    seen = box.run(
+        "def f():\n    return 7\nfor i in range(9):\n    if i == 2:\n"
+        "        return f() + i\n    print(i)\nprint('never')"
+    )
     assert seen.text == "0\n1\n9\n" and seen.error is None
 
 
 def test_slices_that_mean_to_count_from_the_end_still_do(box):
-    seen = box.run("a = np.arange(400).reshape(20, 20); k = 3\nprint(a[-5:-2, k:-k].shape, "
-                   "a[-k:, 2.5:6.2].shape, a[k-5:4, :].shape, a[..., 0].shape)")
+    seen = box.run(
+        "a = np.arange(400).reshape(20, 20); k = 3\nprint(a[-5:-2, k:-k].shape, "
+        "a[-k:, 2.5:6.2].shape, a[k-5:4, :].shape, a[..., 0].shape)"
+    )
     assert seen.text == "(3, 14) (3, 5) (4, 20) (20,)\n"
 
 
 def test_orientation_is_applied_and_metadata_is_gone():
     photo, exif = picture(60, 40), Image.Exif()
-    exif[0x0112], exif[0x010E] = 6, "the answer is B"       # turned by 90 degrees; description
+    exif[0x0112], exif[0x010E] = 6, "the answer is B"  # turned by 90 degrees; description
     raw = io.BytesIO()
     photo.save(raw, "JPEG", exif=exif)
     with Sandbox(Image.open(raw)) as box:
         assert box.run("print(image.size, os.path.basename(image_path))").text == (
-            "(40, 60) image.png\n")
+            "(40, 60) image.png\n"
+        )
         assert box.run("dict(Image.open(image_path).getexif())").text == "{}\n"
         assert "answer" not in box.run("print(open(image_path, 'rb').read())").text
 
 
 # ---- crops and their boxes ---------------------------------------------------------------------
 
-number = st.one_of(st.integers(-1000, 1800), st.floats(-1000, 1800), st.floats(0, 1),
-                   st.sampled_from([math.nan, math.inf, 0, W, H, 1e300, -1e300]))
+number = st.one_of(
+    st.integers(-1000, 1800),
+    st.floats(-1000, 1800),
+    st.floats(0, 1),
+    st.sampled_from([math.nan, math.inf, 0, W, H, 1e300, -1e300]),
+)
 
 
 @pytest.fixture(scope="module")
@@ -381,46 +413,66 @@ def test_any_box_gives_a_true_crop_or_an_error(shared, corners):
 
 
 @QUICK
-@given(x=st.integers(0, 600), y=st.integers(0, 400), w=st.integers(40, 200), h=st.integers(40, 200),
-       k=st.integers(1, 4), data=st.data())
+@given(
+    x=st.integers(0, 600),
+    y=st.integers(0, 400),
+    w=st.integers(40, 200),
+    h=st.integers(40, 200),
+    k=st.integers(1, 4),
+    data=st.data(),
+)
 def test_boxes_survive_chains_of_crops_and_resizes(shared, x, y, w, h, k, data):
     """Crop, enlarge k times, crop again at multiples of k: the box is exact."""
     a, b = data.draw(st.integers(0, w - 30)), data.draw(st.integers(0, h - 30))
     shared.views = shared.views[:1]
-    seen = shared.run(f"big = image.crop(({x}, {y}, {x + w}, {y + h})).resize(({w * k}, {h * k}))\n"
-                      f"big.crop(({a * k}, {b * k}, {w * k}, {h * k})).show()")
+    seen = shared.run(
+        f"big = image.crop(({x}, {y}, {x + w}, {y + h})).resize(({w * k}, {h * k}))\n"
+        f"big.crop(({a * k}, {b * k}, {w * k}, {h * k})).show()"
+    )
     assert seen.boxes == [(x + a, y + b, x + w, y + h)], seen
     assert seen.images[0].size == ((w - a) * k, (h - b) * k)
 
 
-@pytest.mark.parametrize("code, expected", [
-    ("c = image.crop((100, 100, 300, 300)).resize((400, 400), Image.LANCZOS)\n"
-     "c.crop((100, 100, 300, 300))", (150, 150, 250, 250)),
-    ("image.resize((100, 100), box=(10.5, 20.5, 200, 100))", (10, 20, 200, 100)),
-    ("c = image.crop((8, 8, 408, 308)); c.thumbnail((100, 100)); c", (8, 8, 408, 308)),
-    ("image.crop((8, 8, 88, 88)).copy().convert('RGB')", (8, 8, 88, 88)),
-    ("image.crop((8, 8, 88, 88)).save('a.jpg', quality=5)", (8, 8, 88, 88)),
-    ("ImageOps.fit(image, (60, 60))", (100, 0, 700, 600)),
-    ("Image.open(image_path).crop((8, 8, 88, 88))", (8, 8, 88, 88)),
-    ("Image.fromarray(np.array(image)[10:60, 20:90])", (20, 10, 90, 60)),
-    ("a = cv2.imread(image_path)\na = cv2.cvtColor(a, cv2.COLOR_BGR2RGB)\n"
-     "Image.fromarray(a[10:60, 20:90][:, :40])", (20, 10, 60, 60)),
-    ("cv2.imwrite('a.png', cv2.imread(image_path)[10:60, 20:90])", (20, 10, 90, 60)),
-])
+@pytest.mark.parametrize(
+    "code, expected",
+    [
+        (
+            "c = image.crop((100, 100, 300, 300)).resize((400, 400), Image.LANCZOS)\n"
+            "c.crop((100, 100, 300, 300))",
+            (150, 150, 250, 250),
+        ),
+        ("image.resize((100, 100), box=(10.5, 20.5, 200, 100))", (10, 20, 200, 100)),
+        ("c = image.crop((8, 8, 408, 308)); c.thumbnail((100, 100)); c", (8, 8, 408, 308)),
+        ("image.crop((8, 8, 88, 88)).copy().convert('RGB')", (8, 8, 88, 88)),
+        ("image.crop((8, 8, 88, 88)).save('a.jpg', quality=5)", (8, 8, 88, 88)),
+        ("ImageOps.fit(image, (60, 60))", (100, 0, 700, 600)),
+        ("Image.open(image_path).crop((8, 8, 88, 88))", (8, 8, 88, 88)),
+        ("Image.fromarray(np.array(image)[10:60, 20:90])", (20, 10, 90, 60)),
+        (
+            "a = cv2.imread(image_path)\na = cv2.cvtColor(a, cv2.COLOR_BGR2RGB)\n"
+            "Image.fromarray(a[10:60, 20:90][:, :40])",
+            (20, 10, 60, 60),
+        ),
+        ("cv2.imwrite('a.png', cv2.imread(image_path)[10:60, 20:90])", (20, 10, 90, 60)),
+    ],
+)
 def test_ways_to_crop(box, code, expected):
     seen = box.run(code)
     assert (seen.boxes, seen.sources, seen.error) == ([expected], ["crop"], None), seen
 
 
-@pytest.mark.parametrize("code", [
-    "c = image.crop((8, 8, 88, 88)); c.putpixel((3, 3), (1, 2, 3)); c",
-    "image.crop((8, 8, 88, 88)).rotate(90)",
-    "image.crop((8, 8, 88, 88)).convert('L')",
-    "ImageEnhance.Contrast(image.crop((8, 8, 88, 88))).enhance(1.5)",
-    "ImageOps.mirror(image.crop((8, 8, 88, 88)))",
-    "Image.fromarray(np.array(image)[10:100:2, 20:100:2])",
-    "c = Image.new('RGB', (80, 80)); c.info = dict(image.crop((8, 8, 88, 88)).info); c",
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "c = image.crop((8, 8, 88, 88)); c.putpixel((3, 3), (1, 2, 3)); c",
+        "image.crop((8, 8, 88, 88)).rotate(90)",
+        "image.crop((8, 8, 88, 88)).convert('L')",
+        "ImageEnhance.Contrast(image.crop((8, 8, 88, 88))).enhance(1.5)",
+        "ImageOps.mirror(image.crop((8, 8, 88, 88)))",
+        "Image.fromarray(np.array(image)[10:100:2, 20:100:2])",
+        "c = Image.new('RGB', (80, 80)); c.info = dict(image.crop((8, 8, 88, 88)).info); c",
+    ],
+)
 def test_what_is_no_pure_crop_gets_no_box(box, code):
     seen = box.run(code)
     assert (seen.boxes, seen.sources) == ([None], ["value"]), seen
@@ -429,8 +481,11 @@ def test_what_is_no_pure_crop_gets_no_box(box, code):
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: (st.lists(inner, max_size=9)
-                   | st.dictionaries(st.text(max_size=3), inner, max_size=3)), max_leaves=12)
+    lambda inner: (
+        st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
 
 
 @settings(deadline=None, max_examples=200)
@@ -449,7 +504,7 @@ def test_the_trainer_does_not_work_without_bound_for_a_claim():
     shown = small.resize((500, 500)).resize((64, 48))
     steps = [[0, 0, 64, 48, 500, 500, None, None], [0, 0, 500, 500, 64, 48, None, None]]
     assert verified_box(small, shown, steps) == (0, 0, 64, 48)
-    steps = [[0, 0, 64, 48, 500, 500, Image.LANCZOS, 10**400]]      # JSON holds it, no float does
+    steps = [[0, 0, 64, 48, 500, 500, Image.LANCZOS, 10**400]]  # JSON holds it, no float does
     assert verified_box(small, shown, steps) is None
 
 
@@ -458,39 +513,42 @@ def test_the_trainer_does_not_work_without_bound_for_a_claim():
 A = "image.crop((100, 100, 300, 300))"
 
 
-@pytest.mark.parametrize("calls, last", [
-    (["image.show()"], ["no_op"]),                                          # the whole image
-    (["image.resize((400, 300)).show()"], ["no_op"]),
-    (["image.copy().save('copy.png')"], ["no_op"]),
-    (["image.crop((0, 0, 800, 590)).show()"], ["no_op"]),                   # 98 % of it
-    (["image.crop((0, 0, 800, 560)).show()"], []),                          # 93 % of it
-    ([f"{A}.show()", f"{A}.show()"], ["no_op"]),
-    ([f"{A}.show()", f"{A}.resize((400, 400)).show()"], ["no_op"]),
-    ([f"{A}.show()", "image.crop((102, 100, 302, 300)).show()"], ["no_op"]),    # IoU 0.98
-    ([f"{A}.show()", "image.crop((110, 100, 310, 300)).show()"], []),           # IoU 0.90
-    ([f"{A}.show()", "image.crop((150, 150, 250, 250)).show()"], []),
-    ([f"{A}.show()", f"{A}.show(); image.crop((0, 0, 50, 50)).show()"], []),    # one is new
-    ([f"{A}.rotate(9).show()", f"{A}.rotate(9).show()"], ["no_op"]),            # same bytes
-    ([f"{A}.rotate(9).show()", f"{A}.rotate(8).show()"], []),
-    (["print(1)", "print(1)"], []),
-    ([f"{A}.save('c.png'); Image.open('c.png').show()"], ["io_scratch"]),
-    ([f"{A}.save('c.png'); cv2.imshow('', cv2.imread('c.png'))"], ["io_scratch"]),
-    ([f"{A}.save('c.png')", "Image.open('c.png').show()"], ["io_scratch", "no_op"]),
-    ([f"{A}.save('c.png'); Image.open('c.png').save('d.png')"], ["io_scratch"]),
-    ([f"{A}.save('c.png'); print(Image.open('c.png').size)"], []),
-    ([f"{A}.save('c.png')", "Image.open('c.png').crop((0, 0, 50, 50)).show()"], []),
-    ([f"{A}.save('c.png')", "Image.open('c.png').rotate(90).show()"], []),
-    (["Image.open(image_path).show()"], ["no_op"]),                         # no scratch of its own
-    (["image.crop((-10, 0, 90, 100)).show()"], []),                         # 10 % outside
-    (["image.crop((-12, 0, 90, 100)).show()"], ["invalid_coords"]),         # 12 % outside
-    (["image.crop((90, 100, 0, 0)).show()"], []),                           # sorted
-    (["image.crop((5, 5, 5, 50)).show()"], ["invalid_coords", "sandbox_error"]),
-    (["try: image.crop((900, 0, 950, 50))\nexcept ValueError: pass"], ["invalid_coords"]),
-    (["print(1/0)"], ["sandbox_error"]),
-    (["os.remove('x')"], ["sandbox_error"]),
-    (["try: print(1/0)\nexcept ZeroDivisionError: print('handled')"], []),
-    (["raise SystemExit(3)"], []),
-])
+@pytest.mark.parametrize(
+    "calls, last",
+    [
+        (["image.show()"], ["no_op"]),  # the whole image
+        (["image.resize((400, 300)).show()"], ["no_op"]),
+        (["image.copy().save('copy.png')"], ["no_op"]),
+        (["image.crop((0, 0, 800, 590)).show()"], ["no_op"]),  # 98 % of it
+        (["image.crop((0, 0, 800, 560)).show()"], []),  # 93 % of it
+        ([f"{A}.show()", f"{A}.show()"], ["no_op"]),
+        ([f"{A}.show()", f"{A}.resize((400, 400)).show()"], ["no_op"]),
+        ([f"{A}.show()", "image.crop((102, 100, 302, 300)).show()"], ["no_op"]),  # IoU 0.98
+        ([f"{A}.show()", "image.crop((110, 100, 310, 300)).show()"], []),  # IoU 0.90
+        ([f"{A}.show()", "image.crop((150, 150, 250, 250)).show()"], []),
+        ([f"{A}.show()", f"{A}.show(); image.crop((0, 0, 50, 50)).show()"], []),  # one is new
+        ([f"{A}.rotate(9).show()", f"{A}.rotate(9).show()"], ["no_op"]),  # same bytes
+        ([f"{A}.rotate(9).show()", f"{A}.rotate(8).show()"], []),
+        (["print(1)", "print(1)"], []),
+        ([f"{A}.save('c.png'); Image.open('c.png').show()"], ["io_scratch"]),
+        ([f"{A}.save('c.png'); cv2.imshow('', cv2.imread('c.png'))"], ["io_scratch"]),
+        ([f"{A}.save('c.png')", "Image.open('c.png').show()"], ["io_scratch", "no_op"]),
+        ([f"{A}.save('c.png'); Image.open('c.png').save('d.png')"], ["io_scratch"]),
+        ([f"{A}.save('c.png'); print(Image.open('c.png').size)"], []),
+        ([f"{A}.save('c.png')", "Image.open('c.png').crop((0, 0, 50, 50)).show()"], []),
+        ([f"{A}.save('c.png')", "Image.open('c.png').rotate(90).show()"], []),
+        (["Image.open(image_path).show()"], ["no_op"]),  # no scratch of its own
+        (["image.crop((-10, 0, 90, 100)).show()"], []),  # 10 % outside
+        (["image.crop((-12, 0, 90, 100)).show()"], ["invalid_coords"]),  # 12 % outside
+        (["image.crop((90, 100, 0, 0)).show()"], []),  # sorted
+        (["image.crop((5, 5, 5, 50)).show()"], ["invalid_coords", "sandbox_error"]),
+        (["try: image.crop((900, 0, 950, 50))\nexcept ValueError: pass"], ["invalid_coords"]),
+        (["print(1/0)"], ["sandbox_error"]),
+        (["os.remove('x')"], ["sandbox_error"]),
+        (["try: print(1/0)\nexcept ZeroDivisionError: print('handled')"], []),
+        (["raise SystemExit(3)"], []),
+    ],
+)
 def test_red_lines(box, calls, last):
     for code in calls:
         seen = box.run(code)
@@ -499,10 +557,35 @@ def test_red_lines(box, calls, last):
 
 # ---- repairs and the scan ----------------------------------------------------------------------
 
-snippets = st.lists(st.sampled_from([
-    "```python\n", "```", "~~~", "    ", "\t", "\n", "if x:\n", "print('a')", "“", "’", "x = 1",
-    "!ls", "%matplotlib inline", "python\n", "<code>", "(", "'", "'''", "\r\n", "\ufeff", "\0",
-    "\ud800"]), max_size=12).map("".join)
+snippets = st.lists(
+    st.sampled_from(
+        [
+            "```python\n",
+            "```",
+            "~~~",
+            "    ",
+            "\t",
+            "\n",
+            "if x:\n",
+            "print('a')",
+            "“",
+            "’",
+            "x = 1",
+            "!ls",
+            "%matplotlib inline",
+            "python\n",
+            "<code>",
+            "(",
+            "'",
+            "'''",
+            "\r\n",
+            "\ufeff",
+            "\0",
+            "\ud800",
+        ]
+    ),
+    max_size=12,
+).map("".join)
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
@@ -517,30 +600,51 @@ def test_repair_never_raises_and_leaves_code_that_parses_alone(code):
     assert all("\n" not in note for note in told)
 
 
-@pytest.mark.parametrize("code", [
-    "'''```python\nx\n```'''", "s = '“quoted”'", "x = '!pip'", "if 1:\n        y = 2",
-    "text.replace('a', 'b')", "xs.remove(1)", "print('os.remove')", "df.rename(columns={})",
-    "# shutil.rmtree('x')", "os.path.join('a')", "re.sub('a', 'b', 'c')", "d.pop('x')",
-    "image.copy()", "shutil.copy('a', 'b')", "remove('a')", "os.remove", "sys.exit()"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "'''```python\nx\n```'''",
+        "s = '“quoted”'",
+        "x = '!pip'",
+        "if 1:\n        y = 2",
+        "text.replace('a', 'b')",
+        "xs.remove(1)",
+        "print('os.remove')",
+        "df.rename(columns={})",
+        "# shutil.rmtree('x')",
+        "os.path.join('a')",
+        "re.sub('a', 'b', 'c')",
+        "d.pop('x')",
+        "image.copy()",
+        "shutil.copy('a', 'b')",
+        "remove('a')",
+        "os.remove",
+        "sys.exit()",
+    ],
+)
 def test_honest_code_is_neither_changed_nor_refused(code):
     assert repair(code) == (code, [])
     assert forbidden_call(ast.parse(code)) is None
 
 
-@pytest.mark.parametrize("code, call", [
-    ("os.remove('a')", "os.remove"),
-    ("import os as o\no.unlink('a')", "os.unlink"),
-    ("from os import rename as r\nr('a', 'b')", "os.rename"),
-    ("import shutil as s\ns.move('a', 'b')", "shutil.move"),
-    ("shutil.rmtree('a')", "shutil.rmtree"),
-    ("from subprocess import run\nrun('ls')", "subprocess.run"),
-    ("import subprocess\nsubprocess.Popen('ls')", "subprocess.Popen"),
-    ("Path('a').rename('b')", "Path().rename"),
-    ("from pathlib import Path as P\nP('a').replace('b')", "Path().replace"),
-    ("p = Path('a')\np.unlink()", ".unlink"),
-    ("def f():\n    return [os.system('ls')]", "os.system"),
-    ("os.execv('a', [])", "os.execv"),
-    ("import posix\nposix.fork()", "posix.fork")])
+@pytest.mark.parametrize(
+    "code, call",
+    [
+        ("os.remove('a')", "os.remove"),
+        ("import os as o\no.unlink('a')", "os.unlink"),
+        ("from os import rename as r\nr('a', 'b')", "os.rename"),
+        ("import shutil as s\ns.move('a', 'b')", "shutil.move"),
+        ("shutil.rmtree('a')", "shutil.rmtree"),
+        ("from subprocess import run\nrun('ls')", "subprocess.run"),
+        ("import subprocess\nsubprocess.Popen('ls')", "subprocess.Popen"),
+        ("Path('a').rename('b')", "Path().rename"),
+        ("from pathlib import Path as P\nP('a').replace('b')", "Path().replace"),
+        ("p = Path('a')\np.unlink()", ".unlink"),
+        ("def f():\n    return [os.system('ls')]", "os.system"),
+        ("os.execv('a', [])", "os.execv"),
+        ("import posix\nposix.fork()", "posix.fork"),
+    ],
+)
 def test_the_scan_names_what_it_refuses(box, code, call):
     seen = box.run("print('before')\n" + code)
     assert seen.blocked and call in seen.error and seen.text == "", seen
@@ -548,11 +652,50 @@ def test_the_scan_names_what_it_refuses(box, code, call):
 
 # ---- any code at all ---------------------------------------------------------------------------
 
-code_like = st.lists(st.sampled_from([
-    "image", ".crop(", "(0,0,9,9)", ".show()", "\n", "print(", ")", "[", "]", "1/0", "for x in y:",
-    "lambda: ", " = ", "np.", "'", "while 0: ", "import ", "os", "def f():", "  ", "return ",
-    "yield ", "async ", "*", "del image", "exit()", "raise ", "class A: ", "@", "not ", "~", ":=",
-    "...", "\0", "\ud800", "plt.show()", "f'{x!r}'"]), max_size=14).map("".join)
+code_like = st.lists(
+    st.sampled_from(
+        [
+            "image",
+            ".crop(",
+            "(0,0,9,9)",
+            ".show()",
+            "\n",
+            "print(",
+            ")",
+            "[",
+            "]",
+            "1/0",
+            "for x in y:",
+            "lambda: ",
+            " = ",
+            "np.",
+            "'",
+            "while 0: ",
+            "import ",
+            "os",
+            "def f():",
+            "  ",
+            "return ",
+            "yield ",
+            "async ",
+            "*",
+            "del image",
+            "exit()",
+            "raise ",
+            "class A: ",
+            "@",
+            "not ",
+            "~",
+            ":=",
+            "...",
+            "\0",
+            "\ud800",
+            "plt.show()",
+            "f'{x!r}'",
+        ]
+    ),
+    max_size=14,
+).map("".join)
 
 
 @settings(QUICK, max_examples=300)
@@ -565,9 +708,20 @@ def test_any_text_is_survived(shared, code):
     assert shared.run("print('next')").text == "next\n"
 
 
-@pytest.mark.parametrize("code", [
-    "-" * 100_000 + "1", "(" * 5000, "[" * 90 + "]" * 90, "x" + ".y" * 50_000, "1" + "+1" * 50_000,
-    "'" * 99_999, "if 1:\n " * 300, "\\" * 999], ids=lambda code: code[:6])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "-" * 100_000 + "1",
+        "(" * 5000,
+        "[" * 90 + "]" * 90,
+        "x" + ".y" * 50_000,
+        "1" + "+1" * 50_000,
+        "'" * 99_999,
+        "if 1:\n " * 300,
+        "\\" * 999,
+    ],
+    ids=lambda code: code[:6],
+)
 def test_monstrous_code_is_survived(code):
     with Sandbox(PICTURE, Limits(seconds=3.0)) as box:
         assert isinstance(box.run(code), sandbox.Observation)
@@ -584,6 +738,7 @@ def test_the_module_needs_no_torch_and_demonstrates_itself():
 
 def test_nothing_is_slow(box):
     """Very generous, for busy machines: the fastest of some. tests/benchmark.py measures."""
+
     def fastest(code, fresh=False):
         spans = []
         for _ in range(10):

@@ -59,7 +59,7 @@ def processes() -> set[int]:
                 if f"TMPDIR={tempfile.tempdir}".encode() in file.read().split(b"\0"):
                     found.add(int(pid))
         except OSError:
-            pass        # gone meanwhile, or another user's
+            pass  # gone meanwhile, or another user's
     return found
 
 
@@ -78,18 +78,18 @@ def eventually(condition, seconds: float = 5.0) -> bool:
 
 def remains() -> list[str]:
     """What our server's folder holds, but for matplotlib's list of fonts."""
-    root, = os.listdir(tempfile.tempdir)
+    (root,) = os.listdir(tempfile.tempdir)
     return [n for n in os.listdir(os.path.join(tempfile.tempdir, root)) if "font" not in n]
 
 
 def survives(code: str, without: str = "", **limits) -> tuple[Observation, Observation]:
     """Run hostile code, check what must hold after every case. What it and the next call showed."""
-    with Sandbox(PICTURE) as honest:        # the server is up; the picture's file is known
+    with Sandbox(PICTURE) as honest:  # the server is up; the picture's file is known
         original = honest.run(HASH).text
     server, files = sandbox_server._server.process.pid, descriptors()
     box = Sandbox(PICTURE, Limits(**{"seconds": 5.0} | limits))
     box.walls -= set(without.split())
-    assert box.protection                   # started, so that `seconds` is the call alone
+    assert box.protection  # started, so that `seconds` is the call alone
     seen = box.run(code.replace("OUTSIDE", tempfile.tempdir))
     assert seen.environment is None, seen
     assert seen.seconds < box.limits.seconds + 0.6, "the limit was overshot"
@@ -106,17 +106,21 @@ def survives(code: str, without: str = "", **limits) -> tuple[Observation, Obser
 
 def stopped(*words):
     """It failed with one of these errors, is to blame for it, and its worker lives on."""
+
     def check(seen, after):
         assert any(word in (seen.error or "") for word in words), seen
         assert seen.red_lines == ["sandbox_error"] and not after.restarted
+
     return check
 
 
 def killed(*words):
     """As above, but its worker had to be replaced, which the next call says."""
+
     def check(seen, after):
         assert any(word in (seen.error or "") for word in words), seen
         assert seen.red_lines == ["sandbox_error"] and after.restarted
+
     return check
 
 
@@ -124,6 +128,7 @@ def prints(*lines):
     def check(seen, after):
         assert seen.error is None and seen.text.splitlines() == list(lines), seen
         assert not after.restarted
+
     return check
 
 
@@ -136,6 +141,7 @@ def blocked(call):
     def check(seen, after):
         stopped("Blocked: ")(seen, after)
         assert seen.blocked and call in seen.error
+
     return check
 
 
@@ -174,6 +180,7 @@ def short_error(kind):
     def check(seen, after):
         stopped(kind)(seen, after)
         assert len(seen.error) <= 300 and "\n" not in seen.error
+
     return check
 
 
@@ -196,6 +203,7 @@ SHELL = "import os\nprint(os.system('touch OUTSIDE/pwned'))"
 SIGNAL = "import os, signal\nos.kill(os.getppid(), signal.SIGCONT)"
 
 # Each case: its number and title, the code, what it must show, limits other than five seconds.
+# fmt: off
 CASES = {
     "H01 endless loop": (ENDLESS, timed_out, {"seconds": 1.0}),
     "H02 sleep": ("import time\ntime.sleep(60)", timed_out, {"seconds": 1.0}),
@@ -310,6 +318,7 @@ im = Image.new('RGB', (400, 100), 'white')
 ImageDraw.Draw(im).text((10, 40), 'The correct answer is B', fill='black')
 im.save('evidence.png')""", draws_an_answer),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -339,6 +348,13 @@ def test_a_forged_reply_of_odd_types_becomes_text():
         assert (seen.red_lines, seen.blocked) == (["sandbox_error"], False)
 
 
+def test_of_a_reply_that_is_wrong_anywhere_nothing_is_used():
+    with Sandbox(PICTURE) as box:
+        seen = box.run(forged(text="FORGED", flags=["io_scratch"], notes=7))
+    assert seen.error.startswith("RuntimeError: stopped") and seen.red_lines == ["sandbox_error"]
+    assert (seen.text, seen.images, seen.notes) == ("", [], [])
+
+
 def test_an_error_without_words_is_an_error():
     with Sandbox(PICTURE) as box:
         seen = box.run(forged(error=" "))
@@ -360,6 +376,7 @@ def test_folders_are_removed_however_deep_or_closed():
 # ---- one wall at a time ------------------------------------------------------------------------
 
 # What, the walls that refuse it (any one is enough), code that raises an error if refused.
+# fmt: off
 ROWS = {
     "fork": ("calls", "getattr(os, 'fork')() or os._exit(0)"),
     "run a program": ("calls files", "getattr(os, 'posix_spawn')('/bin/true', ['true'], {})"),
@@ -384,6 +401,7 @@ ROWS = {
     "memory": ("sizes", "import mmap; mmap.mmap(-1, 3 << 30)"),
     "file size": ("sizes", "open('f', 'wb').write(bytes(20 << 20))"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("what", ROWS)
@@ -414,8 +432,11 @@ def ask_kernel(number, *arguments) -> str:
 
 def test_every_number_in_the_filter_is_refused_by_the_kernel():
     """By number, through ctypes: a wrong column or an off-by-one jump would show here."""
-    tables = {walls.REFUSED: f"-1 {errno.EPERM}", walls.ABSENT: f"-1 {errno.ENOSYS}",
-              walls.PRETENDED: "0 0"}
+    tables = {
+        walls.REFUSED: f"-1 {errno.EPERM}",
+        walls.ABSENT: f"-1 {errno.ENOSYS}",
+        walls.PRETENDED: "0 0",
+    }
     code = "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
     expected = []
     for table, outcome in tables.items():
@@ -436,8 +457,11 @@ def test_every_number_in_the_filter_is_refused_by_the_kernel():
 
 def test_the_numbers_are_those_of_this_machine():
     """Against the C library's own header, where there is one."""
-    headers = [p for p in ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
-                           "/usr/include/asm/unistd_64.h") if os.path.exists(p)]
+    headers = [
+        p
+        for p in ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h")
+        if os.path.exists(p)
+    ]
     if not headers or walls.MACHINE != "x86_64":
         pytest.skip("no header with system-call numbers here")
     with open(headers[0]) as file:
@@ -492,6 +516,7 @@ def test_the_worker_stands_still_between_calls():
         def state():
             with open(f"/proc/{box.pid}/stat") as file:
                 return file.read().split()[2]
+
         assert eventually(lambda: state() == "T")
         assert box.run("print(1)").text == "1\n"
 
@@ -501,7 +526,7 @@ def test_memory_of_a_flood_stays_below_the_limit():
         box.run("a = [np.ones(8 << 20) for _ in range(99)]")
         with open(f"/proc/{box.pid}/status") as file:
             peak = int(re.search(r"VmHWM:\s+(\d+)", file.read())[1])
-        assert 400 << 10 < peak < 1 << 20       # kB: it was let go far, but not beyond
+        assert 400 << 10 < peak < 1 << 20  # kB: it was let go far, but not beyond
 
 
 # ---- when processes die ------------------------------------------------------------------------
@@ -525,7 +550,7 @@ def test_a_killed_server_is_nobodys_fault_and_everything_recovers():
             assert after.text == "False\n" and after.restarted and not after.red_lines, after
             assert after.notes == ["restarted: variables and files are gone"]
             assert not again.run("1").restarted
-    assert not remains()                        # the dead server's folder was swept
+    assert not remains()  # the dead server's folder was swept
 
 
 def test_a_worker_killed_from_outside_is_not_to_blame():
@@ -539,8 +564,10 @@ def test_a_worker_killed_from_outside_is_not_to_blame():
 def test_too_slow_a_machine_is_told_apart_from_slow_code():
     """Six busy processes on the worker's core: it gets a seventh of it, and is excused."""
     core = min(os.sched_getaffinity(0))
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
-            for _ in range(6)]      # each in a session, for Linux shares cores out to sessions
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+        for _ in range(6)
+    ]  # each in a session, for Linux shares cores out to sessions
     try:
         with Sandbox(PICTURE, Limits(seconds=1.5)) as box:
             assert box.protection
@@ -550,7 +577,7 @@ def test_too_slow_a_machine_is_told_apart_from_slow_code():
             assert seen.timed_out and seen.environment.startswith("machine too slow"), seen
             assert (seen.error, seen.red_lines) == (None, [])
             os.sched_setaffinity(box.pid if box.run("1").restarted else 0, {core})
-            seen = box.run("import time; time.sleep(9)")    # this does not even want a core
+            seen = box.run("import time; time.sleep(9)")  # this does not even want a core
             assert seen.error.startswith("TimeoutError") and seen.environment is None, seen
     finally:
         for process in busy:
@@ -584,16 +611,18 @@ box.run("while True: pass")
 def test_a_killed_trainer_leaves_nothing_and_dead_folders_are_swept(tmp_path, both):
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, os.path.dirname(sandbox.__file__), str(tmp_path)],
-        stdout=subprocess.PIPE, text=True)
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     pids = list(map(int, trainer.stdout.readline().split()))
     if both:
-        os.kill(pids[1], signal.SIGKILL)        # then nobody is left who could tidy up
+        os.kill(pids[1], signal.SIGKILL)  # then nobody is left who could tidy up
     trainer.kill()
     trainer.wait()
     trainer.stdout.close()
     assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
     if both:
-        dead, = os.listdir(tmp_path)
+        (dead,) = os.listdir(tmp_path)
         tempfile.tempdir, kept = str(tmp_path), tempfile.tempdir
         live = sandbox_server.Server()  # another run on the same machine
         assert dead not in os.listdir(tmp_path) and len(os.listdir(tmp_path)) == 1
@@ -636,8 +665,8 @@ def test_closing_twice_is_fine_even_from_two_threads():
             box = Sandbox(PICTURE)
             box.run("1")
             files = descriptors()
-            list(pool.map(lambda _: box.close(), range(8)))
-            assert descriptors() == files - 2       # the socket and the pidfd
+            list(pool.map(lambda _, box=box: box.close(), range(8)))
+            assert descriptors() == files - 2  # the socket and the pidfd
             assert box.run("print(1)").text == "1\n"
             box.close()
 
@@ -680,17 +709,21 @@ def test_a_wall_that_does_not_go_up_keeps_the_worker_from_starting():
     with Sandbox(PICTURE) as box:
         if "tmpfs" not in box.protection["disk"]:
             return
-    tiny = 8192 - (1 << 20) - 3 * 800 * 600     # the input image will not fit on this disk
+    tiny = 8192 - (1 << 20) - 3 * 800 * 600  # the input image will not fit on this disk
     with Sandbox(PICTURE, Limits(disk=tiny)) as box:
         seen = box.run("print(1)")
         assert "No space left" in seen.environment and not seen.text and not seen.red_lines, seen
         with pytest.raises(OSError, match="No space left"):
-            box.protection
+            _ = box.protection
 
 
 def test_the_self_test_prints_each_wall_and_what_it_stopped():
-    done = subprocess.run([sys.executable, sandbox.__file__, "--self-test"],
-                          capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, sandbox.__file__, "--self-test"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(sandbox.PROBES), done
     assert walls.WALLS < set(sandbox.PROBES) and "NOT STOPPED" not in done.stdout
