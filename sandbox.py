@@ -202,18 +202,17 @@ class Sandbox:
         if reply["id"] != key or len(reply["images"]) > self.limits.images:
             raise ValueError("wrong reply")
         images = [self._read_image(item, deadline) for item in reply["images"]]
+        shown = [*zip(images, reply["images"])]
+        boxes = [verified_box(self.image, image, item["steps"]) for image, item in shown]
+        sources = ["crop" if box else item["source"] for box, (_, item) in zip(boxes, shown)]
         text, error = plain(reply["text"], self.limits.text), reply["error"]
         error = None if error is None else one_line(error, self.limits.error) or "Error"
         notes = [one_line(note, 200) for note in reply["notes"][:10]]
         flags = [flag for flag in ("invalid_coords", "io_scratch") if flag in reply["flags"]]
-        claims = [item["steps"] for item in reply["images"]]
-        sources = [item["source"] for item in reply["images"]]
-        blocked = reply["blocked"] is True
 
-        seen.text, seen.error, seen.blocked, seen.images = text, error, blocked, images
+        seen.text, seen.error, seen.blocked = text, error, reply["blocked"] is True
+        seen.images, seen.boxes, seen.sources = images, boxes, sources
         seen.notes += notes
-        seen.boxes = [verified_box(self.image, *pair) for pair in zip(images, claims)]
-        seen.sources = ["crop" if box else source for box, source in zip(seen.boxes, sources)]
         seen.red_lines = flags + ["no_op"] * self._only_repeats(seen)
 
     def _read_image(self, item: dict, deadline: float) -> Image.Image:

@@ -13,7 +13,6 @@ Read next   sandbox_worker.py (what a worker does), sandbox_walls.py (what confi
 import fcntl
 import gc
 import glob
-import importlib
 import math
 import os
 import signal
@@ -24,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from json import dumps, loads  # by name: code that patches json does not reach these
 
 from PIL import Image
@@ -217,21 +217,22 @@ def remove(folder: str) -> None:
         subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL)
 
 
-PREDEFINED = """builtins collections copy csv datetime functools glob io itertools json math os
-pathlib random re shutil statistics string sys tempfile time numpy numpy:np PIL PIL.Image:Image
-PIL.ImageChops:ImageChops PIL.ImageDraw:ImageDraw PIL.ImageEnhance:ImageEnhance cv2 cv2:cv
-PIL.ImageFilter:ImageFilter PIL.ImageFont:ImageFont PIL.ImageOps:ImageOps PIL.ImageStat:ImageStat
-matplotlib matplotlib.pyplot:plt"""
+# What code finds without an import.
+PREDEFINED = """
+import builtins, collections, copy, csv, datetime, functools, glob, io, itertools, json, math, os
+import pathlib, random, re, shutil, statistics, string, sys, tempfile, time, numpy, PIL
+from pathlib import Path
+from PIL import Image, ImageChops, ImageDraw, ImageEnhance, ImageFilter, ImageFont, ImageOps
+from PIL import ImageStat
+np = numpy"""
+OPTIONAL = "import cv2; cv = cv2", "import matplotlib; import matplotlib.pyplot as plt"
 
 
 def usual_names() -> dict[str, object]:
-    """What code finds without an import: module, or module:the name it has."""
     names = {"__name__": "__main__"}
-    for word in PREDEFINED.split():
-        module, _, name = word.partition(":")
-        try:
-            names[name or module] = importlib.import_module(module)
-        except ImportError:
-            continue  # optional; code that imports it gets the usual message
+    exec(PREDEFINED, names)
+    for line in OPTIONAL:
+        with suppress(ImportError):  # code that imports it gets the usual message
+            exec(line, names)
     Image.init()  # loads Pillow's decoders, once for all workers
-    return names | {"Path": names["pathlib"].Path}
+    return names

@@ -32,7 +32,7 @@ true_open = Image.open
 
 
 def digest(image: Image.Image) -> bytes:
-    """Equal for equal pixels."""
+    """Equal if and only if size and pixels are."""
     return hashlib.blake2b(repr(image.size).encode() + image.tobytes()).digest()
 
 
@@ -65,7 +65,10 @@ class Recorder:
             self.notes.append(text)
 
     def show(self, image: Image.Image, source: str, path: str | None = None) -> None:
-        """Keep a copy of what is shown: the code may go on painting."""
+        """Keep a copy of an image that is shown: the code may go on painting.
+
+        path: the file that it was written to. Equal images count once, as does a file.
+        """
         image = flat(image)
         if path:
             self.written.add(path)
@@ -91,6 +94,7 @@ class Recorder:
         plt.close("all")
 
     def as_image(self, value: object) -> Image.Image | None:
+        """An image, or an array that looks like one; None for anything else."""
         if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.size > 1000:
             if value.ndim == 2 or value.ndim == 3 and value.shape[2] in (1, 3, 4):
                 return self.from_array(value, self.bgr)
@@ -108,7 +112,8 @@ class Recorder:
         return self.with_origin(image, array)
 
     def with_origin(self, image: Image.Image, array: object) -> Image.Image:
-        """A slice of an array as large as the input is a crop; its address says from where."""
+        """Record a crop if `array` is a slice of one as large as the input: its address in memory
+        says from where."""
         whole = array
         while isinstance(getattr(whole, "base", None), np.ndarray):
             whole = whole.base
@@ -157,7 +162,7 @@ class Recorder:
         return isinstance(file, (str, os.PathLike)) and self.folder in os.path.abspath(file)
 
     def to_read(self, file: object) -> object:
-        """The path if it exists; else our file of that name; else, if INVENTED, the input."""
+        """The path, if it exists; or our file of that name; or, if it is INVENTED, the input."""
         if not isinstance(file, (str, os.PathLike)) or os.path.exists(file):
             return file
         name = os.path.basename(file)
@@ -171,7 +176,7 @@ class Recorder:
         return file
 
     def to_write(self, file: object, extension: str = "") -> object:
-        """A path in the working folder, with its folders made."""
+        """A path in the working folder; folders that it lacks are made."""
         if not isinstance(file, (str, os.PathLike)):
             return file
         path = os.path.realpath(file)
@@ -193,7 +198,8 @@ class Recorder:
 
 
 def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
-    """(owner, name, function): they repair paths and boxes, and record what is shown."""
+    """(owner, name, what to put there): functions that repair paths and boxes, and record what is
+    shown."""
     kinder = []
 
     def instead_of(owner, name):

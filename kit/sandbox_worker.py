@@ -116,7 +116,7 @@ class Worker(Recorder):
         exec(compile(rewrite(tree), "<code>", "exec"), self.names)
 
     def collect(self) -> None:
-        """What the code left behind: open figures, files, or else its newest image."""
+        """Show what the code left behind: open figures, new files, or else its newest image."""
         if "matplotlib.pyplot" in sys.modules:
             self.show_figures()
         old, self.files = self.files, self.listing()
@@ -139,7 +139,7 @@ class Worker(Recorder):
                         return self.show(image, "value")
 
     def listing(self) -> dict[str, tuple]:
-        """Files at most three folders deep: path -> what tells a new one from an old one."""
+        """Files at most three folders deep: path -> what changes if the file does."""
         globs = [glob.iglob(glob.escape(self.folder) + "/*" * depth) for depth in (1, 2, 3)]
         paths = itertools.islice(itertools.chain(*globs), 5000)
         states = ((path, os.lstat(path)) for path in paths)
@@ -208,5 +208,5 @@ class Worker(Recorder):
 
 
 def is_picture(path: str) -> bool:
-    """By its name; libraries begin those of their temporary files with tmp."""
+    """By its name. Names of temporary files begin with tmp."""
     return path.lower().endswith(PICTURES) and not os.path.basename(path).startswith("tmp")
