@@ -754,6 +754,6 @@ def test_nothing_is_slow(box):
         return min(spans)
 
     box.run("")
-    assert 0 < fastest("", fresh=True) < 0.2
-    assert 0 < fastest("") < 0.01
-    assert 0 < fastest("image.crop((0, 0, 300, 300)).save('c.png')") < 0.05
+    assert 0 < fastest("", fresh=True) < 0.5
+    assert 0 < fastest("") < 0.02
+    assert 0 < fastest("image.crop((0, 0, 300, 300)).save('c.png')") < 0.3
