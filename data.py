@@ -1,37 +1,35 @@
 """
 data.py: questions about images, their words, and a small world in which looking is a choice.
 
-Concept     A Sample is one question about one image. How it becomes words, and how words become
-            actions, is here too. The toy world makes samples whose answer is invisible in the
-            overview and plain in a close-up, so that looking is a choice. Part 2 makes Samples
-            of public data sets and holds the paper's filters: a first reading may stop before it.
+Concept     A Sample is one question about one image. This file turns it into the words that
+            the policy reads, and turns the policy's words into actions. It also draws the toy
+            world: there the answer is invisible in the overview and plain in a close-up, so
+            that looking is a choice. Rows of public data sets become Samples in load_rl.
 Paper       CodeV, arXiv:2511.19661, Eq. 2 (x, a_t, o_t as text). The toy world is ours.
 In          a seed and the dial `shortcut`; or a file, a folder or a hub name
 Out         Samples, their prompts, and demonstrations (scripts that sft.replay plays out)
-Left out    questions about several images
+Left out    questions about several images; filters of public data (beyond/filters.py)
 Read next   sandbox.py (where the code of a demonstration runs), rollout.py (where it is played)
 
-The toy world, 256 x 256 pixels. A map of 4 x 4 cells holds five squares, each with a colour of its
-own and one of four fine textures. The policy's view of the whole map is 64 x 64 pixels: each of its
-pixels averages 4 x 4 pixels of the map, one full period of every texture, so in the overview all
-textures are the same flat colour, to the last bit. A crop of one cell shows them clearly.
+The toy world is a map of 256 x 256 pixels. Its 4 x 4 cells hold five squares. Each square has
+a colour of its own and one of four fine textures. The policy's view of the whole map has 64 x 64
+pixels. Each of them averages 4 x 4 pixels of the map, one full period of every texture. So in
+the overview all textures are the same flat colour, to the last bit. A crop shows them clearly.
 
     search   "Which texture is on the red square ?"   needs a close-up, or a guess
     neutral  "What color is the object at b3 ?"       plain in the overview
 
-Every colour has a usual texture. `shortcut` is the share of squares that wear it: at 1.0 a policy
-that never looks is always right, at 0.25 guessing is no better than chance, and at 0.0 (the
-out-of-prior questions) a guesser is always wrong. The dial is how we make "guessing pays" and
-"looking pays" two worlds that differ in nothing else.
+Every colour has a usual texture, and `shortcut` is the share of squares that wear it. At 1.0 a
+policy that never looks is always right. At 0.25 guessing is no better than chance. At 0.0, in
+the out-of-prior questions, a guesser is always wrong. With this dial we make two worlds that
+differ in nothing else: in one guessing pays, in the other looking pays.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import random
 import re
-import reprlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,10 +39,10 @@ from string import ascii_uppercase as LETTERS
 import numpy as np
 from PIL import Image
 
-from kit.answers import read_choice
 from kit.boxes import Box
-from kit.schemas import COLUMNS, KINDS, cell_of, named, plain_question
-from kit.tables import Bad, Usable, read_image, read_rows, upright_rgb
+from kit.schemas import rl_fields
+from kit.tables import read_rows, upright_rgb
+from kit.usable import Bad, Usable
 from sandbox import Observation
 
 
@@ -52,18 +50,19 @@ from sandbox import Observation
 class Sample:
     """One question about one image.
 
-    id       unique in its data set; named in every error
+    id       unique in its data set; every error names it
     image    what policy, code and judge all speak about: made upright, opaque and RGB here
+    question its text, without the options
     answer   the reference: a text or number; if there are options, a letter or the text of one
     options  their texts, without letters
-    kind     "search": the evidence must be looked for; "neutral": the overview suffices, and tools
-             can only cost (red lines; Eq. 6 by task type, as notes on the paper have it)
+    kind     "search": the evidence must be looked for. "neutral": the overview suffices, and
+             tools can only cost (red lines; Eq. 6 by task type, as notes on the paper have it)
     boxes    where the evidence is, in pixels of `image`; empty if nobody labelled it
-    source   the data set
+    source   the name of the data set
     part     the part of a benchmark that its score is split by
-    cycle    HR-Bench asks each question in four cycles, its options in another order each time
-    rule     the benchmark's own rule, rule(answer, reference) -> bool; None: rewards.grade
-    against_prior  on the toy: out of prior, so that a guesser is wrong
+    cycle    HR-Bench asks each question in four cycles, each with another order of the options
+    rule     a benchmark's own rule(answer, reference) -> bool; None: rewards.grade decides
+    against_prior  True for the toy's out-of-prior questions: a guesser is always wrong
     """
 
     id: str
@@ -84,7 +83,7 @@ class Sample:
             raise ValueError(f"sample {self.id}: kind is 'search' or 'neutral', got {self.kind!r}")
         object.__setattr__(self, "image", upright_rgb(self.image))  # the class is frozen
         width, height = self.image.size
-        if max(width, height) >= 200 * min(width, height):  # small ones are enlarged, these not
+        if max(width, height) >= 200 * min(width, height):  # the model enlarges small images only
             raise ValueError(
                 f"sample {self.id}: its image has {width}x{height} pixels, but Qwen2.5-VL takes no "
                 f"picture that is 200 times longer than wide. Crop or pad it, or drop the question."
@@ -103,8 +102,8 @@ image is loaded as `image` (PIL), its file is `image_path`. Whatever the code pr
 shows comes back inside <sandbox_output> and </sandbox_output>, and you may go on thinking and
 write more code. When you know the answer, give it once inside <answer> and </answer>."""
 
-# The metadata lines have the form of the public training data, odd asterisks included, so that
-# public checkpoints see what they know (the file name is neutral: names can carry labels).
+# These lines have the form of the public training data, odd asterisks included, because public
+# checkpoints know it. Only the file name is neutral: names can carry labels.
 FACTS = """
 
 ### User Image Path:** "image.png"
@@ -130,22 +129,28 @@ def messages(sample: Sample, clean: Callable[[str], str]) -> list[dict]:
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
 
 
-def observation_text(seen: Observation, clean: Callable[[str], str], limit: int) -> str:
-    """What the next turn reads. What the code printed is cut at `limit` characters; repairs and
-    errors are told in full: the policy can learn only from what it sees."""
-    log = seen.text.strip()
+def observation_text(observation: Observation, clean: Callable[[str], str], limit: int) -> str:
+    """What the policy reads of an observation: o_t of Eq. 2, with a place for each image.
+
+    What the code printed is cut at `limit` characters. Repairs and errors are told in full,
+    because the policy can learn only from what it reads.
+    """
+    log = observation.text.strip()
     log = log[:limit] + " ..." * (len(log) > limit)
-    failed = [seen.error, FIX_IT] if seen.error else []
-    text = "\n".join(word for word in (log, *seen.notes, seen.environment, *failed) if word)
-    if not text and not seen.images:
+    failed = [observation.error, FIX_IT] if observation.error else []
+    lines = (log, *observation.notes, observation.environment, *failed)
+    text = "\n".join(line for line in lines if line)
+    if not text and not observation.images:
         text = NOTHING_SHOWN
-    return clean(text) + IMAGE * len(seen.images)
+    return clean(text) + IMAGE * len(observation.images)
 
 
 def parse(text: str, closed: bool) -> tuple[str | None, str | None]:
-    """(code, answer) of one turn; None where there is none. What stands inside a closed <think>
-    is thought, not action. closed: the policy ended its message itself; a missing </code> is then
-    forgiven. A turn that the length limit cut gets no such favour.
+    """The action in one turn: (code, answer), each None if the turn has none. What stands inside
+    a closed <think> is thought, not action.
+
+    closed: the policy ended its message itself. A missing </code> is then forgiven; a turn that
+    the length limit cut gets no such favour.
 
     >>> parse("<think> look </think><code>\\nprint(1)\\n</code>", closed=False)
     ('\\nprint(1)\\n', None)
@@ -162,8 +167,8 @@ def parse(text: str, closed: bool) -> tuple[str | None, str | None]:
 
 # The toy world
 
-GRID, CELL = 4, 64  # cells in a row, pixels in a cell's side
-SIZE = GRID * CELL
+GRID, CELL = 4, 64  # cells in a row or column, pixels in a cell's side
+SIZE = GRID * CELL  # pixels in the map's side
 PERIOD = 4  # pixels: one period of every texture, and one pixel of the overview
 COLORS = {
     "red": (220, 40, 40),
@@ -176,12 +181,12 @@ COLORS = {
 TEXTURES = ("horizontal", "vertical", "checker", "diagonal")
 USUAL_TEXTURE = {color: TEXTURES[i % len(TEXTURES)] for i, color in enumerate(COLORS)}
 
-# Coloured edges tell rows and columns apart, like the letters and numbers on a map. Without them a
-# model this small does not learn to name a cell.
+# Coloured edges tell rows and columns apart, like the letters and numbers on a map. Without them
+# a model this small does not learn to name a cell.
 EDGE_COLORS = ((230, 120, 120), (120, 200, 120), (120, 130, 230), (225, 215, 120))
 EDGE = 6  # pixels
 
-# Per texture, which pixels of the map are dark, [SIZE, SIZE]: half of every 4 x 4 block.
+# Which pixels of the map are dark in each texture, [SIZE, SIZE]: half of every 4 x 4 block.
 _y, _x = np.mgrid[0:SIZE, 0:SIZE]
 PATTERNS = {
     "horizontal": _y // 2 % 2 == 1,
@@ -223,7 +228,7 @@ def cell_box(row: int, column: int) -> Box:
 
 
 def draw_scene(rng: random.Random, shortcut: float) -> Scene:
-    """A map with five squares, each wearing its colour's usual texture with chance `shortcut`."""
+    """A map with five squares, each in its colour's usual texture with probability `shortcut`."""
     pixels = np.full((SIZE, SIZE, 3), rng.randint(200, 239), np.uint8)
     for row, column in np.ndindex(GRID, GRID):
         x0, y0, x1, y1 = cell_box(row, column)
@@ -236,11 +241,11 @@ def draw_scene(rng: random.Random, shortcut: float) -> Scene:
         row, column = divmod(cell, GRID)
         side = rng.choice((40, 44, 48))
         # On the 4-pixel lattice every pixel of the overview lies wholly inside or outside the
-        # square; off it, the edges of the square would give its texture away.
+        # square. Off the lattice, the edges of the square would give its texture away.
         x0 = column * CELL + rng.randrange(8, CELL - 4 - side + 1, PERIOD)
         y0 = row * CELL + rng.randrange(8, CELL - 4 - side + 1, PERIOD)
         usual = USUAL_TEXTURE[color]
-        unusual = rng.choice([t for t in TEXTURES if t != usual])
+        unusual = rng.choice([texture for texture in TEXTURES if texture != usual])
         texture = usual if rng.random() < shortcut else unusual
 
         area = np.s_[y0 : y0 + side, x0 : x0 + side]
@@ -279,21 +284,23 @@ def toy_questions(
 
 def out_of_prior_questions(n: int, seed: int | str) -> list[Sample]:
     """Search questions whose answer is never the colour's usual texture: a guesser scores 0."""
-    return toy_questions(n, seed, shortcut=0.0, neutral_share=0.0)
+    samples = toy_questions(n, seed, shortcut=0.0, neutral_share=0.0)
+    return [replace(sample, against_prior=True) for sample in samples]
 
 
 # Demonstrations: what stage 1 imitates
 
-# How the demonstrator treats a search question. Like the released agents of the paper's Fig. 2 it
-# is a mixed bag: a third looks in the right place, the rest shows nothing of use or does not look,
-# and answers from the prior. Stage 1 copies the mixture; stage 2 has to sort it out.
+# How the demonstrator treats search questions. It is a mixed bag, like the released agents of
+# the paper's Fig. 2. A third of the time it looks in the right place. Else it looks where nothing
+# of use is, or does not look, and answers from the prior. Stage 1 copies the mixture, and stage 2
+# has to sort it out.
 MIXTURE = {"right": 0.36, "whole": 0.12, "wrong": 0.12, "guess": 0.40}
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A question and what a demonstrator writes, turn by turn. What the sandbox shows in between
-    is not part of it: it comes from running the code (sft.replay)."""
+    """A question, and what a demonstrator writes turn by turn. What the sandbox shows in between
+    is not stored: it comes from running the code (sft.replay)."""
 
     sample: Sample
     turns: tuple[str, ...]
@@ -301,8 +308,8 @@ class Demonstration:
 
 
 def demonstrations(n: int, seed: int | str) -> list[Demonstration]:
-    """`n` demonstrations of the toy task, on maps whose textures follow no prior (shortcut 0.25):
-    who copies them learns to read a texture, not to assume one."""
+    """`n` demonstrations of the toy task. The textures of their maps follow no prior (shortcut
+    0.25): a policy that copies them learns to read a texture, not to assume one."""
     rng = random.Random(f"toy demonstrations {seed}")
     demos = []
     for i in range(n):
@@ -325,17 +332,14 @@ def _search_turns(square: Square, route: str, rng: random.Random) -> tuple[str, 
     if route == "whole":
         look = crop_turn(" I need a closer look .", (0, 0, SIZE, SIZE))
         return (look, answer_turn(" The crop shows it .", guess))
-    row, column, seen = square.row, square.column, square.texture
-    if route == "wrong":  # a neighbouring cell, named in the thought: a fluent story, wrong place
-        steps = ((0, 1), (1, 0), (0, -1), (-1, 0))
-        row, column = rng.choice(
-            [(row + dr, column + dc) for dr, dc in steps
-             if 0 <= row + dr < GRID and 0 <= column + dc < GRID]
-        )  # fmt: skip
-        seen = guess
+    row, column, answer = square.row, square.column, square.texture
+    if route == "wrong":  # a neighbouring cell, named in the thought: a fluent lie
+        near = ((row, column + 1), (row + 1, column), (row, column - 1), (row - 1, column))
+        row, column = rng.choice([(r, c) for r, c in near if 0 <= r < GRID and 0 <= c < GRID])
+        answer = guess
     thought = f" I need a closer look at {square.color} {cell_name(row, column)} ."
     look = crop_turn(thought, cell_box(row, column))
-    return (look, answer_turn(" The crop shows it .", seen))
+    return (look, answer_turn(" The crop shows it .", answer))
 
 
 def crop_turn(thought: str, box: Box) -> str:
@@ -347,18 +351,31 @@ def answer_turn(thought: str, answer: str) -> str:
     return f"<think>{thought}</think><answer>{answer}</answer>"
 
 
-def load_rl(
-    where: str | Path, on_bad: str = "skip", fits: Callable[[Sample], object] | None = None
-) -> Usable:
-    """Rows in one of the public schemas, as Samples whose image is decoded when asked for.
+# Public data sets
 
-    fits: raises ValueError for a sample that is too long to play, such as
-    lambda s: check_fits(policy, s, encode_prompt(policy, s, pixels=False), rules)
+
+def load_rl(
+    where: str | Path,
+    on_bad: str = "skip",
+    fits: Callable[[Sample], object] | None = None,
+    fits_key: object = None,
+) -> Usable:
+    """The rows of a public data set as Samples; `.skipped` lists the rows that cannot be used.
+    Every row is checked now, its image included. Images are decoded again when asked for.
+    where     a file, a folder or a hub name (kit/tables.py); kit/schemas.py knows the columns
+    on_bad    "skip" lists rows that cannot be used; "stop" raises ValueError at the first one
+    fits      raises ValueError for a sample that is too long to play (rollout.check_fits)
+    fits_key  all that decides what `fits` finds: limits, Policy.version(). Findings are kept for
+              the next start (kit/usable.py), but not those of a `fits` without its key
     """
     rows = read_rows(where)
 
     def sample(i: int) -> Sample:
-        return rl_sample(rows[i], i, rows.folder)
+        fields = rl_fields(rows[i], i, rows.folder)
+        try:
+            return Sample(**fields)
+        except ValueError as error:
+            raise Bad("image", str(error)) from error
 
     def check(i: int) -> None:
         made = sample(i)
@@ -368,55 +385,8 @@ def load_rl(
         except ValueError as error:
             raise Bad("length", str(error)) from error
 
-    return Usable(len(rows), check, sample, on_bad, str(where))
-
-
-def rl_sample(row: dict, number: int, folder: Path) -> Sample:
-    """One row as a Sample, or Bad, which names the field that is to blame."""
-    for field in ("image", "question", "answer"):
-        if cell_of(row, field) is None:
-            raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
-    cell, question, answer, source = (cell_of(row, field) for field in COLUMNS)
-    source = str(source or "")
-    if isinstance(question, list):  # a conversation: what its user said last
-        turns = [turn for turn in question if isinstance(turn, dict) and turn.get("role") == "user"]
-        question = turns[-1].get("content") if turns else None
-        if isinstance(question, list):
-            question = "".join(str(x.get("text") or "") for x in question if isinstance(x, dict))
-    if not isinstance(question, str) or not (question := plain_question(question)):
-        raise Bad("question", f"expected a text, got {reprlib.repr(question)}")
-    if isinstance(answer, bool | list | dict):
-        raise Bad("answer", f"expected a text or a number, got {answer!r}")
-    answer = re.sub(r"(?s)^.*<answer>(.*)</answer>.*$", r"\1", str(answer)).strip()
-    options, boxes = row.get("options") or [], row.get("boxes") or []
-    if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
-        raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
-    texts = [option.strip() for option in options]
-    choices = [*LETTERS[: len(options)], *map(str.upper, texts)]
-    if not answer or options and answer.upper() not in choices:
-        raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
-    if len(set(texts)) < len(texts) or options and read_choice(answer, tuple(options)) is None:
-        raise Bad("options", f"the answer {answer!r} should name one of options that all differ, "
-                             f"got {reprlib.repr(options)}")  # fmt: skip
-    kind = row.get("kind") or KINDS.get(named(source, KINDS), "search")
-    if kind not in ("search", "neutral"):
-        raise Bad("kind", f"expected 'search' or 'neutral', got {kind!r}")
-    id = str(row.get("id") or f"{source or 'row'}-{number}")
-    try:
-        image = read_image(cell, folder)
-        sample = Sample(id, image, question, answer, tuple(options), kind, (), source)
-    except ValueError as error:
-        raise Bad("image", str(error)) from error
-    W, H = image.size
-    try:  # rounded outwards, cut at the border
-        whole = tuple((max(math.floor(x0), 0), max(math.floor(y0), 0),
-                       min(math.ceil(x1), W), min(math.ceil(y1), H))
-                      for x0, y0, x1, y1 in boxes)  # fmt: skip
-    except (TypeError, ValueError, OverflowError) as error:
-        raise Bad("boxes", f"expected [x0, y0, x1, y1] each, got {reprlib.repr(boxes)}") from error
-    if any(x0 >= x1 or y0 >= y1 for x0, y0, x1, y1 in whole):
-        raise Bad("boxes", f"one has no pixel of the {W}x{H} image: {reprlib.repr(boxes)}")
-    return replace(sample, boxes=whole)
+    key = (rows.version, fits_key) if fits_key or not fits else None
+    return Usable(len(rows), check, sample, on_bad, str(where), key)
 
 
 def demo() -> str:

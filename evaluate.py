@@ -85,7 +85,8 @@ from kit.benchmarks import BENCHES, PICTURES, filled, picture, published
 from kit.boxes import Box, area
 from kit.perturbations import PERTURBATIONS, check_perturbations
 from kit.qwen import Policy, check_checkpoint
-from kit.tables import Lazy, Usable, read_rows
+from kit.tables import Lazy, read_rows
+from kit.usable import Usable
 from rewards import BoxJudge, ChatJudge, Judge, Lambdas, Reward, score
 from rollout import Rules, TooLong, Trajectory, Turn, load_policy, play
 from sandbox import Observation

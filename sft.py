@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -32,7 +32,8 @@ from grpo import Row, apply_gradient, group_row, level, log_probs
 from kit.processes import gathered
 from kit.qwen import Policy
 from kit.schemas import plain_question
-from kit.tables import Bad, Lazy, Skipped, Usable, read_image, read_rows
+from kit.tables import Lazy, read_image, read_rows
+from kit.usable import Bad, Skipped, Usable
 from rewards import format_error
 from rollout import (
     Rules,
@@ -159,8 +160,12 @@ def load_thyme(
     def trajectory(i: int, pixels: bool = True) -> Trajectory:
         return thyme_trajectory(policy, rows[i], i, rows.folder, train_rounds, rules, pixels)
 
-    check = partial(trajectory, pixels=False)
-    usable = Usable(len(rows), check, trajectory, on_bad, str(where))
+    def check(i: int) -> Trajectory:
+        return trajectory(i, pixels=False)
+
+    limits = rules.max_length, rules.max_log_chars
+    key = rows.version, policy.version(), train_rounds, limits
+    usable = Usable(len(rows), check, trajectory, on_bad, str(where), key)
     return usable, usable.skipped
 
 

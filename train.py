@@ -291,7 +291,8 @@ def data_world(config: Config, policy: Policy, folder: Path) -> World:
     def fits(sample: Sample) -> None:
         check_fits(policy, sample, encode_prompt(policy, sample, pixels=False), rules(config))
 
-    data = load_rl(config.rl_data, config.on_bad, fits)
+    fits_key = policy.version(), config.max_length, config.max_new_tokens
+    data = load_rl(config.rl_data, config.on_bad, fits, fits_key)
     tell_skipped(data, data.skipped, folder / "skipped-rl.jsonl")
     held = held_back(config, len(data))
     everything = shuffled(len(data), len(data), f"held out {config.seed}")(0)

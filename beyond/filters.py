@@ -31,7 +31,8 @@ from tqdm import tqdm
 from data import Sample, load_rl
 from kit.qwen import Policy
 from kit.schemas import KINDS, cell_of, named
-from kit.tables import Rows, Usable, image_bytes, read_rows
+from kit.tables import Rows, image_bytes, read_rows
+from kit.usable import Usable
 from rewards import BoxJudge, ChatJudge, Lambdas, score
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sft import load_thyme
@@ -179,7 +180,7 @@ def write_sieved(out: Path, samples: Usable, rows: Rows, verdicts: list[Verdict]
     with pq.ParquetWriter(part := out.with_suffix(".part"), schema) as writer:
         for start in range(0, len(places["keep"]), 50):  # few pictures are in memory at a time
             lines = [line(k) for k in places["keep"][start : start + 50]]
-            writer.write_table(pa.Batch.from_pylist(lines, schema))
+            writer.write_table(pa.Table.from_pylist(lines, schema))
     os.replace(part, out)
     text = f"keep: {len(places.pop('keep'))}\n"
     for word, others in places.items():

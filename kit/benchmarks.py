@@ -28,7 +28,8 @@ from PIL import Image
 
 from kit.answers import final_answer, read_number, same_answer
 from kit.boxes import Box
-from kit.tables import Bad, read_image
+from kit.tables import read_image
+from kit.usable import Bad
 
 # The public benchmarks: how a row becomes a question, and by which rule an answer to it is right
 

@@ -12,6 +12,7 @@ Read next
 from __future__ import annotations
 
 import re
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,6 +130,11 @@ class Policy:
         pixels, grids = zip(*pictures)
         pixels, grids = torch.cat(pixels).to(self.device), torch.stack(grids).to(self.device)
         return {"pixel_values": pixels, "image_grid_thw": grids}
+
+    def version(self) -> str:
+        """A hash of all that decides which tokens a prompt, with its pictures, becomes."""
+        tokenizer = self.tokenizer.backend_tokenizer.to_str() + str(self.tokenizer.chat_template)
+        return sha256((tokenizer + self.image_processor.to_json_string()).encode()).hexdigest()
 
     def save(self, folder: str | Path) -> None:
         """A plain Hugging Face checkpoint: load_policy, transformers and others can read it."""

@@ -1,23 +1,31 @@
 """
-schemas.py: the columns of public data sets, and which field of a question each one holds.
+schemas.py: the columns of public question sets, and the fields of a question that they hold.
 
-Concept     The columns of public data sets, and which field of a question each one holds.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     Public sets agree on what a question is, and differ in where they keep it. One table
+            names the columns. Nothing is guessed: a row that lacks something is refused, and the
+            reason names the field.
+Paper       nothing: these are the layouts of its data, and our words for its task types
+In          a row, as tables.read_rows gives it
+Out         the fields of a data.Sample
+Left out    the benchmarks (benchmarks.py); demonstrations (sft.thyme_trajectory)
+Read next   tables.py (files and pictures), data.load_rl (who makes Samples of the fields)
 """
 
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable
+from pathlib import Path
+from string import ascii_uppercase as LETTERS
 
-# Questions for stage 2
+from kit.answers import read_choice
+from kit.boxes import outwards
+from kit.tables import read_image
+from kit.usable import Bad
 
-# Where the public schemas keep what a Sample needs; the first column that holds something counts.
-# The form of the RL library verl (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), our own.
+# Where a set keeps what a question needs; the first column that holds something counts. The form
+# of the RL library verl (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), our own.
 COLUMNS = {
     "image": ("images", "image"),
     "question": ("extra_info.question", "question", "problem", "prompt", "messages"),
@@ -25,10 +33,43 @@ COLUMNS = {
     "source": ("data_source", "source", "dataset"),
 }
 
-# A sample's kind follows from a word in the name of its source. That rewards differ by task type is
-# known from notes on the paper; the words are ours. Without one: "search" (--describe: "assumed").
-KINDS = {"thinklite": "neutral", "geo": "neutral", "math": "neutral", "tabmwp": "neutral",
-         "vstar": "search", "chart": "search", "arxivqa": "search"}  # fmt: skip
+# A word in the name of a question's source gives its kind; without one of them it is "search".
+# That rewards differ by task type is known from notes on the paper; the words are ours.
+KINDS = {
+    **dict.fromkeys(("thinklite", "geo", "math", "tabmwp"), "neutral"),
+    **dict.fromkeys(("vstar", "chart", "arxivqa"), "search"),
+}
+
+
+def rl_fields(row: dict, number: int, folder: Path) -> dict:
+    """One row -> id, image, question, answer, options, kind, boxes, source, as in data.Sample. The
+    row's number makes an id where there is none; relative paths start from `folder`. Raises Bad,
+    which names the field that is to blame."""
+    for field in ("image", "question", "answer"):
+        if cell_of(row, field) is None:
+            raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
+    picture, question, answer, source = (cell_of(row, field) for field in COLUMNS)
+    question, source = question_of(question), str(source or "")
+    if isinstance(answer, bool | list | dict):
+        raise Bad("answer", f"expected a text or a number, got {answer!r}")
+    answer = re.sub(r"(?s)^.*<answer>(.*)</answer>.*$", r"\1", str(answer)).strip()
+    options, boxes = row.get("options") or [], row.get("boxes") or []
+    check_options(answer, options)
+    kind = row.get("kind") or KINDS.get(named(source, KINDS), "search")
+    if kind not in ("search", "neutral"):
+        raise Bad("kind", f"expected 'search' or 'neutral', got {kind!r}")
+    try:
+        image = read_image(picture, folder)
+    except ValueError as error:
+        raise Bad("image", str(error)) from error
+    try:
+        boxes = tuple(outwards(x0, y0, x1, y1, image.size) for x0, y0, x1, y1 in boxes)
+    except (TypeError, ValueError) as error:
+        got = reprlib.repr(boxes)
+        raise Bad("boxes", f"expected [x0, y0, x1, y1] each, got {got}: {error}") from error
+    id = str(row.get("id") or f"{source or 'row'}-{number}")
+    words = {"id": id, "question": question, "answer": answer, "options": tuple(options)}
+    return words | {"image": image, "kind": kind, "boxes": boxes, "source": source}
 
 
 def cell_of(row: dict, field: str):
@@ -42,10 +83,35 @@ def cell_of(row: dict, field: str):
     return None
 
 
+def question_of(cell: object) -> str:
+    """A text; or a conversation, a list of messages, of which the user's last one counts."""
+    if isinstance(cell, list):
+        turns = [turn for turn in cell if isinstance(turn, dict) and turn.get("role") == "user"]
+        cell = turns[-1].get("content") if turns else None
+        if isinstance(cell, list):  # a message in parts, some of them text
+            cell = "".join(str(part.get("text") or "") for part in cell if isinstance(part, dict))
+    if not isinstance(cell, str) or not (question := plain_question(cell)):
+        raise Bad("question", f"expected a text, got {reprlib.repr(cell)}")
+    return question
+
+
 def plain_question(text: str) -> str:
-    """Without image placeholders and the metadata lines, which `messages` writes anew."""
+    """Without image placeholders and the metadata lines, which data.messages writes anew."""
     facts = r"\n[\s*]*#+ \W*(?:User Image|Output Format)"
     return re.split(facts, text.replace("<image>", ""))[0].strip()
+
+
+def check_options(answer: str, options: object) -> None:
+    """Options differ, and the answer names one of them by letter or text. There may be none."""
+    if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
+        raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
+    texts = [option.strip() for option in options]
+    names = [*LETTERS[: len(texts)], *map(str.upper, texts)]
+    if not answer or texts and answer.upper() not in names:
+        raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
+    if len(set(texts)) < len(texts) or texts and read_choice(answer, options) is None:
+        wanted = f"the answer {answer!r} should name one of options that all differ"
+        raise Bad("options", f"{wanted}, got {reprlib.repr(options)}")
 
 
 def named(source: str, words: Iterable[str]) -> str | None:

@@ -1,12 +1,14 @@
 """
-tables.py: files, rows and pictures: every public form of a data set, read in one way.
+tables.py: every public form of a data set, and of the pictures in it, read in one way.
 
-Concept     Files, rows and pictures: every public form of a data set, read in one way.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     A data set is a file, a folder or a name on the hub; read_rows makes one sequence of
+            rows of it. A picture is bytes, text, a path or a dict; read_image opens them all.
+            Sequences are Lazy: a picture is decoded when it is asked for, and not kept.
+Paper       nothing: the forms are those of the public files
+In          a path or hub name; a cell of a row
+Out         rows as dicts; upright, opaque RGB pictures
+Left out    what a column means (schemas.py, benchmarks.py); streaming from the hub
+Read next   schemas.py (the fields of a question), usable.py (the rows that can be used)
 """
 
 from __future__ import annotations
@@ -19,36 +21,16 @@ import re
 import reprlib
 import struct
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import Image, ImageOps
-from tqdm import tqdm
-
-
-def upright_rgb(image: Image.Image) -> Image.Image:
-    """EXIF rotation applied, transparency on white, RGB."""
-    if image.mode == "RGB" and not (image.getexif() or image.has_transparency_data):
-        return image
-    image = ImageOps.exif_transpose(image)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
-
-
-# Part 2: public data and the paper's filters. The toy needs none of it: a first reading stops here
-
-# Files, rows and images
 
 SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".tsv": "csv", ".csv": "csv"}
 PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # the formats we let PIL open
 
 
 class Lazy(Sequence):
-    """make(key) for every key, each time it is asked for: the pictures of 50,000 questions fit in
+    """make(key) for every key, each time it is asked for. The pictures of 50,000 questions fit in
     no memory. A slice is Lazy too."""
 
     def __init__(self, make: Callable, keys: Sequence) -> None:
@@ -63,13 +45,18 @@ class Lazy(Sequence):
 
 
 class Rows(Lazy):
-    """The rows of one or several files, as dicts. Image cells stay as they are stored; `folder` is
-    what relative paths in them start from."""
+    """The rows of one or several tables, as dicts. Image cells stay as they are stored; `folder`
+    is what relative paths in them start from. `version` lists path, time of change and size of
+    the tables' files, so it is another one when a file is."""
 
-    def __init__(self, tables: Sequence[Sequence[dict]], folder: Path) -> None:
+    def __init__(
+        self, tables: Sequence[Sequence[dict]], folder: Path, files: Sequence[Path] = ()
+    ) -> None:
         places = [(table, i) for table in tables for i in range(len(table))]
         super().__init__(lambda place: place[0][place[1]], places)
+        facts = [(str(file.absolute()), file.stat()) for file in files]
         self.folder = folder
+        self.version = [(path, fact.st_mtime_ns, fact.st_size) for path, fact in facts]
 
 
 def read_rows(where: str | Path) -> Rows:
@@ -78,22 +65,22 @@ def read_rows(where: str | Path) -> Rows:
     Behind a colon may stand a split: only files (or folders) whose name begins with this word, or
     with one of several, as in "Kwai-Keye/Thyme-SFT:wo_thinking+2round". Files may differ in their
     columns. Where a folder holds several kinds of file, those of the first kind above count. Cells
-    of tsv and csv are text, empty ones "".
+    of tsv and csv are text, empty ones "". Raises FileNotFoundError if there is no such data, and
+    ValueError for a file that cannot be read.
     """
     where, split = str(where), ""
     if ":" in where and not Path(where).exists():
         where, split = where.rsplit(":", 1)
     root = Path(where) if Path(where).exists() else _download(where, split)
     if root.is_file():
-        return Rows([_table(root)], root.parent)
-    words = [re.escape(word) + "(?![a-z0-9])" for word in split.split("+") if word]
-    begins = re.compile("|".join(words))
+        return Rows([_table(root)], root.parent, [root])
+    begins = "|".join(re.escape(word) + "(?![a-z0-9])" for word in split.split("+") if word)
     for suffix in SUFFIXES:
-        inside = [file.relative_to(root) for file in sorted(root.rglob("*" + suffix))]
-        files = [f for f in inside if not f.parts[0].startswith(".")
-                 and any(begins.match(part) for part in f.parts)]  # fmt: skip
-        if files:
-            return Rows([_table(root / file) for file in files], root)
+        inside = [file.relative_to(root).parts for file in sorted(root.rglob("*" + suffix))]
+        visible = [parts for parts in inside if not parts[0].startswith(".")]
+        named = [parts for parts in visible if any(re.match(begins, part) for part in parts)]
+        if files := [root.joinpath(*parts) for parts in named]:
+            return Rows([*map(_table, files)], root, files)
     whose = f" whose name begins with {split!r}" if split else ""
     raise FileNotFoundError(f"no {', '.join(SUFFIXES)} file{whose} in {root}")
 
@@ -103,8 +90,8 @@ def _download(name: str, split: str) -> Path:
         raise FileNotFoundError(f"no data in {name}: neither a file, a folder nor a hub name (a/b)")
     from huggingface_hub import snapshot_download
 
+    patterns = [p + word + "*" for word in split.split("+") for p in ("", "*/")]
     try:
-        patterns = [p + word + "*" for word in split.split("+") for p in ("", "*/")]
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
     except OSError as error:
         raise FileNotFoundError(
@@ -151,11 +138,21 @@ def _table(file: Path):
     return table
 
 
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """EXIF rotation applied, transparency on white, RGB; the same object if it is that already."""
+    if image.mode == "RGB" and not (image.getexif() or image.has_transparency_data):
+        return image
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
 def read_image(cell: object, folder: Path | str = ".") -> Image.Image:
-    """Any public form of an image cell, made upright, opaque and RGB: a PIL image, bytes, a dict
-    with "bytes" or "path", a path (relative to `folder`), base64, a data URL, or a list of one of
-    these. ValueError says what came instead.
-    """
+    """Any public form of an image cell, made upright, opaque and RGB: bytes, a dict with "bytes"
+    or "path", a path (relative to `folder`), base64, a data URL, or a list of one of these.
+    ValueError says what came instead."""
     encoded = io.BytesIO(image_bytes(cell, folder))
     try:
         image = Image.open(encoded, formats=PICTURES)
@@ -169,9 +166,6 @@ def read_image(cell: object, folder: Path | str = ".") -> Image.Image:
 
 def image_bytes(cell: object, folder: Path | str = ".") -> bytes:
     """The encoded image that a cell holds or names (see read_image)."""
-    if isinstance(cell, Image.Image):
-        upright_rgb(cell).save(png := io.BytesIO(), "PNG")
-        return png.getvalue()
     if isinstance(cell, dict):  # both may be there: the path then only says where it came from
         cell = cell.get("bytes") or cell.get("path")
     if isinstance(cell, list | tuple):
@@ -190,49 +184,3 @@ def image_bytes(cell: object, folder: Path | str = ".") -> bytes:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError:
         raise ValueError(f"no such file, and no base64: {cell[:200]!r} in {folder}") from None
-
-
-class Bad(ValueError):
-    """What is wrong with one field of one row."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field, self.reason = field, reason
-
-
-class Skipped(NamedTuple):
-    row: int  # from 0, over all files
-    field: str
-    reason: str
-
-
-class Usable(Lazy):
-    """What the usable ones of `total` rows become; `skipped` lists the others. Every row is tried
-    once, at the start, so that training meets no surprise: check(i) raises Bad if row i cannot be
-    used, make(i) makes it. len(self) and len(self.skipped) sum to `total`; on_bad="stop" raises
-    ValueError at the first bad row instead."""
-
-    def __init__(
-        self, total: int, check: Callable[[int], object], make: Callable, on_bad: str, title: str
-    ) -> None:
-        if on_bad not in ("skip", "stop"):
-            raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
-        good, self.skipped = list[int](), list[Skipped]()
-        super().__init__(make, good)
-
-        def tried(i: int) -> Skipped | None:
-            try:
-                check(i)
-            except Bad as bad:
-                return Skipped(i, bad.field, bad.reason)
-
-        with ThreadPoolExecutor(8) as pool:  # decoding images lets other threads run
-            found = pool.map(tried, range(total))
-            for i, bad in enumerate(tqdm(found, title, total, mininterval=5, disable=total < 100)):
-                if bad and on_bad == "stop":
-                    pool.shutdown(cancel_futures=True)
-                    raise ValueError(f"{title}: row {i}, {bad.field}: {bad.reason}")
-                if bad:
-                    self.skipped.append(bad)
-                else:
-                    good.append(i)

@@ -23,7 +23,7 @@ from beyond.film import film
 from data import Sample, toy_questions
 from evaluate import Episodes, by_rule, evaluate, fingerprint, judges_of, load_bench, main, measure
 from kit.benchmarks import BENCHES, picture, published
-from kit.tables import Bad
+from kit.usable import Bad
 from rewards import BoxJudge, ChatJudge, Reward
 from rollout import Trajectory
 

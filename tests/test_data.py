@@ -1,17 +1,33 @@
-"""python -m pytest tests/test_data.py      about 5 s: samples and the toy world"""
+"""python -m pytest tests/test_data.py      about 5 s: samples, the toy world, public questions"""
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset
+from fixtures.make_fixtures import picture, png
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 import data
-from data import Sample, demonstrations, draw_scene, out_of_prior_questions, toy_questions
-from kit.tables import upright_rgb
+import kit.schemas
+from data import (
+    Sample,
+    demonstrations,
+    draw_scene,
+    load_rl,
+    out_of_prior_questions,
+    toy_questions,
+)
+from kit.tables import read_image
+from rollout import Rules, check_fits, encode_prompt
 
+RL = Path(__file__).parent / "fixtures" / "codev_rl.parquet"
+PICTURE = picture(0)[0]
+CELL = {"bytes": png(PICTURE), "path": None}
 seeds = st.integers(0, 10**6)
 
 
@@ -51,6 +67,8 @@ def test_the_dial_is_the_share_of_usual_textures(shortcut):
 def test_a_guesser_is_always_wrong_against_the_prior():
     for q in out_of_prior_questions(100, 0):
         assert q.kind == "search" and q.answer != data.USUAL_TEXTURE[q.question.split()[5]]
+        assert q.against_prior
+    assert not any(q.against_prior for q in toy_questions(100, 0))
 
 
 def test_questions_depend_on_their_arguments_alone():
@@ -97,17 +115,99 @@ def test_an_image_that_the_model_cannot_take_is_refused_by_name(size):
     Sample("fine", Image.new("RGB", (199, 1)), "?", "!")
 
 
-def test_pictures_are_upright_opaque_and_rgb(tmp_path):
-    tagged = Image.new("RGB", (300, 180))
-    exif = tagged.getexif()
-    exif[0x0112] = 6  # rotated by 90 degrees
-    tagged.save(tmp_path / "a.jpg", exif=exif)
-    assert upright_rgb(Image.open(tmp_path / "a.jpg")).size == (180, 300)
-    clear_red = Image.new("RGBA", (5, 5), (255, 0, 0, 0))
-    assert upright_rgb(clear_red).getpixel((2, 2)) == (255, 255, 255)
-    Image.new("RGB", (5, 5), "red").save(tmp_path / "a.png", transparency=(255, 0, 0))
-    assert upright_rgb(Image.open(tmp_path / "a.png")).getpixel((2, 2)) == (255, 255, 255)
-    for mode in ("L", "1", "LA", "P", "CMYK", "I;16"):
-        assert upright_rgb(Image.new(mode, (5, 5))).mode == "RGB"
-    sample = Sample("s", Image.open(tmp_path / "a.jpg"), "?", "!")
-    assert sample.image.size == (180, 300) and sample.image.mode == "RGB"
+def test_the_image_of_a_sample_is_upright_and_rgb():
+    tagged = Image.new("L", (300, 180))
+    tagged.getexif()[0x0112] = 6  # rotated by 90 degrees
+    image = Sample("s", tagged, "?", "!").image
+    assert image.size == (180, 300) and image.mode == "RGB"
+
+
+# Public data sets
+
+
+def parquet(path: Path, rows: list[dict]) -> Path:
+    Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+def test_rows_in_verls_form_become_samples():
+    samples = load_rl(RL)
+    assert len(samples) == 9 and samples.skipped == []
+    assert [s.kind for s in samples[:3]] == ["search", "search", "neutral"]
+    first = samples[0]
+    assert first.question == "What color is the small sign?\n(A) red\n(B) green"
+    assert (first.answer, first.source, first.id) == ("A", "vstar", "vstar-0")
+    assert first.image.tobytes() == PICTURE.tobytes()
+
+
+def test_nothing_is_lost_silently(tmp_path):
+    """Loaded + skipped = total, by row number and field; or the first bad row stops the run."""
+    (tmp_path / "a.png").write_bytes(CELL["bytes"])
+    thin = {"bytes": png(Image.new("RGB", (400, 2))), "path": None}
+    half = {"bytes": CELL["bytes"][:99], "path": None}
+    cells = [CELL, None, CELL, half, {"bytes": None, "path": "a.png"}, thin]
+    rows = [{"image": cell, "problem": "?", "answer": "!"} for cell in cells]
+    where = parquet(tmp_path / "a.parquet", rows)
+    for _ in range(2):  # found out, and read again
+        samples = load_rl(where)
+        assert [s.id for s in samples] == ["row-0", "row-2", "row-4"]
+        assert [(bad.row, bad.field) for bad in samples.skipped] == [
+            (1, "image"),
+            (3, "image"),
+            (5, "image"),
+        ]
+        assert "200 times longer than wide" in samples.skipped[-1].reason
+    with pytest.raises(ValueError, match="a.parquet: row 1, image: nothing in images or image"):
+        load_rl(where, on_bad="stop")
+
+
+@pytest.fixture
+def decoded(monkeypatch) -> list:
+    """What was decoded since the test began."""
+    seen = []
+    reading = lambda *cell: seen.append(cell) or read_image(*cell)  # noqa: E731
+    monkeypatch.setattr(kit.schemas, "read_image", reading)
+    return seen
+
+
+def test_images_are_decoded_when_asked_for_and_not_kept(decoded):
+    samples = load_rl(RL)
+    decoded.clear()
+    few = samples[2:5][1:]
+    assert len(few) == 2 and not decoded
+    assert few[0].id == samples[3].id and len(decoded) == 2
+
+
+def test_a_question_that_does_not_fit_is_left_out_at_the_start():
+    def fits(sample):
+        if "sign" in sample.question:
+            raise ValueError("too long")
+
+    samples = load_rl(RL, fits=fits)
+    assert [s.answer for s in samples] == ["4", "4", "4"]
+    assert {(bad.field, bad.reason) for bad in samples.skipped} == {("length", "too long")}
+
+
+def test_a_second_start_decodes_nothing_until_the_file_or_a_limit_changes(
+    tmp_path, policy, decoded
+):
+    rows = [{"image": CELL, "problem": "word " * n, "answer": "!"} for n in (1, 200, 20)]
+    where = parquet(tmp_path / "a.parquet", rows)
+
+    def load(max_length: int) -> tuple[list[int], int]:
+        rules = replace(Rules(), max_new_tokens=9, max_length=max_length)
+
+        def fits(sample):
+            check_fits(policy, sample, encode_prompt(policy, sample, pixels=False), rules)
+
+        decoded.clear()
+        samples = load_rl(where, "skip", fits, (policy.version(), max_length))
+        return [bad.row for bad in samples.skipped], len(decoded)
+
+    rules = replace(Rules(), max_new_tokens=9)
+    lengths = [len(encode_prompt(policy, s).ids) + rules.max_new_tokens for s in load_rl(where)]
+    low, high = sorted(lengths)[1:]
+    assert load(low) == ([1], 3) and load(low) == ([1], 0)
+    assert load(high) == ([], 3) and load(high) == ([], 0)
+    parquet(where, [rows[0], rows[0], rows[1]])
+    assert load(low) == ([2], 3) and load(low) == ([2], 0)

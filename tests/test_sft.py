@@ -18,7 +18,7 @@ import sft
 from data import TAGS, demonstrations, draw_scene
 from grpo import group_row, log_probs, micro_batches
 from kit.qwen import Policy
-from kit.tables import Bad
+from kit.usable import Bad
 from rollout import load_policy
 from sft import imitate, load_thyme, mean_logp, replay, replay_all, rows_of, shuffled
 

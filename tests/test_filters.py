@@ -1,0 +1,263 @@
+"""python -m pytest tests/test_filters.py      about 10 s: the paper's filters of its RL data"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import RULES
+from datasets import Dataset
+from fixtures.make_fixtures import picture, png, rl_rows
+from hypothesis import given
+from hypothesis import strategies as st
+
+import beyond.filters
+from data import load_rl
+from kit.tables import Lazy, read_rows
+from rewards import ChatJudge
+from rollout import Trajectory
+
+FIXTURES = Path(__file__).parent / "fixtures"
+RL, SFT = FIXTURES / "codev_rl.parquet", FIXTURES / "thyme_sft.jsonl"
+PNG = png(picture(0)[0])
+FLAT = {"image": {"bytes": PNG, "path": None}, "problem": "<image>How many?", "answer": 4}
+
+
+def parquet(path: Path, rows: list[dict]) -> Path:
+    Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+# Filters
+
+
+class FakeJudge:
+    """Says what it is told about each answer, and counts how often it is asked."""
+
+    concurrency, model = 2, "fake"
+
+    def __init__(self, said: dict) -> None:
+        self.said, self.asked = said, []
+
+    def check_label(self, sample):
+        self.asked.append(sample.id)
+        return self.said.get(sample.id, ("keep", "right"))
+
+
+def test_sources_of_external_knowledge_are_dropped():
+    sources = ["vstar", "OK-VQA", "A-OKVQA/train", "", None]
+    rows = [{"data_source": s} for s in sources]
+    words = [v.word for v in beyond.filters.by_source(rows, range(5))]
+    assert words == ["keep", "drop", "drop", "keep", "keep"]
+    assert beyond.filters.by_source(rows, [0], ["vstar"])[0].reason == "source vstar"
+
+
+def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
+    samples_of, record = load_rl(RL), tmp_path / "labels.jsonl"
+    told = {"chart-1": ("drop", "it says STOP"), "vstar-3": ("unsure", "blurred"), "chart-4": None}
+    samples = Lazy(lambda k: samples_of[k % 9], range(10))  # one of them stands there twice
+    judge = FakeJudge(told)
+    words = {s.id: v for s, v in zip(samples, beyond.filters.by_label(samples, judge, record))}
+    assert words["vstar-0"] == beyond.filters.Verdict("keep", "right")
+    assert words["chart-1"] == beyond.filters.Verdict("drop", "it says STOP")
+    assert words["vstar-3"].word == "unsure" and words["chart-4"].word == "no verdict"
+    assert sorted(judge.asked) == sorted(s.id for s in samples_of)
+
+    # A person settles the doubt; what is known is not asked again, what got no verdict is.
+    record.write_text(record.read_text().replace('"unsure"', '"keep"'))
+    again = FakeJudge({})
+    assert [v.word for v in beyond.filters.by_label(samples, again, record)].count("keep") == 9
+    assert again.asked == ["chart-4"]
+
+
+@pytest.mark.parametrize("was, now, said", [
+    ('"unsure"', '"Keep"', "line 2: expected a verdict of keep, drop, unsure, got 'Keep'"),
+    ('"verdict": "unsure", ', "", "line 2: expected a verdict of keep, drop, unsure, got None"),
+    ('"unsure"', '"keep', "line 2 is no JSON: "),
+])  # fmt: skip
+def test_a_slip_in_an_edited_record_is_named(tmp_path, was, now, said):
+    samples, record = load_rl(RL), tmp_path / "labels.jsonl"
+    judge = FakeJudge({samples[1].id: ("unsure", "blurred")})
+    beyond.filters.by_label(samples, judge, record)
+    record.write_text(record.read_text().replace(was, now))
+    with pytest.raises(ValueError, match=f"labels.jsonl, {said}"):
+        beyond.filters.by_label(samples, judge, record)
+
+
+def test_the_served_judge_can_be_asked_about_labels():
+    judge = ChatJudge("http://127.0.0.1:9/v1", "name")
+    assert judge.model == "name" and judge.concurrency > 0 and callable(judge.check_label)
+
+
+def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
+    samples, record, asked = load_rl(RL), tmp_path / "labels.jsonl", []
+    ask = lambda some: [asked.append(s.id) or {"right": s.id} for s in some]  # noqa: E731
+    whole = beyond.filters.asked_once(samples, ask, {}, record, batch=2)
+    written = record.read_bytes()
+    for cut in (0, 1, len(written) // 2, len(written) - 1):
+        record.write_bytes(written[:cut])
+        asked.clear()
+        assert beyond.filters.asked_once(samples, ask, {}, record, batch=2) == whole
+        assert record.read_bytes() == written
+        assert len(asked) == 9 - written[:cut].count(b"\n")
+
+
+def test_what_is_asked_is_told_apart_by_all_that_matters():
+    changes = (
+        {},
+        {"question": "x"},
+        {"answer": "x"},
+        {"options": ("x",)},
+        {"image": picture(1)[0]},
+    )
+    assert len({beyond.filters.fingerprint(replace(SAMPLE, **change)) for change in changes}) == 5
+    assert beyond.filters.fingerprint(replace(SAMPLE, id="x")) == beyond.filters.fingerprint(SAMPLE)
+
+
+def test_a_record_of_another_setting_is_not_reused(tmp_path):
+    samples, record = load_rl(RL), tmp_path / "d.jsonl"
+    beyond.filters.asked_once(samples, lambda some: [{}] * len(some), {"n": 8}, record, 4)
+    with pytest.raises(ValueError, match="was made with {'n': 8}, and this is {'n': 4}"):
+        beyond.filters.asked_once(samples, lambda some: [{}] * len(some), {"n": 4}, record, 4)
+
+
+def test_a_file_that_is_no_record_is_not_touched(tmp_path):
+    (record := tmp_path / "d.jsonl").write_text(written := '{"problem": "?"}\n[1')
+    with pytest.raises(ValueError, match="d.jsonl is no record of a filter"):
+        beyond.filters.asked_once(load_rl(RL), lambda some: [{}] * len(some), {}, record, 4)
+    assert record.read_text() == written
+
+
+def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch):
+    samples, record, asked = load_rl(RL), tmp_path / "d.jsonl", []
+    ask = lambda some: [asked.append(s.id) or {"right": 1} for s in some]  # noqa: E731
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        beyond.filters.asked_once(samples, ask, {}, record, batch=4)
+        (tmp_path / f"d.{rank}.jsonl").rename(tmp_path / rank)  # they start together: unseen
+    assert asked == [samples[k].id for k in (0, 2, 4, 6, 8, 1, 3, 5, 7)]
+    for rank in "01":
+        (tmp_path / rank).rename(tmp_path / f"d.{rank}.jsonl")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert None not in beyond.filters.asked_once(samples, ask, {}, record, batch=4)
+    assert len(asked) == 9  # nobody was asked again
+
+
+@given(st.integers(1, 12), st.floats(0, 1), st.data())
+def test_what_is_answered_right_too_often_is_dropped(policy, n, most, draw):
+    samples = Lazy(lambda k: replace(SAMPLE, id=str(k)), range(3))
+    right = [draw.draw(st.integers(0, n)) for _ in samples]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beyond.filters, "asked_once", lambda *a, **k: [{"right": r} for r in right])
+        verdicts = beyond.filters.by_difficulty(samples, policy, RULES, Path(), "model", n, most)
+    assert [v.word == "drop" for v in verdicts] == [r > most * n for r in right]
+
+
+SAMPLE = load_rl(RL)[0]
+
+
+def test_eight_tries_drop_eight_of_eight_only(policy, tmp_path, monkeypatch):
+    def play(policy, samples, n, rules):
+        said = lambda s, k: Trajectory(s, answer="AB"[k >= RIGHT[s.id]], ended="answered")  # noqa: E731
+        return [[said(s, k) for k in range(n)] for s in samples]
+
+    RIGHT = {"zero": 0, "seven": 7, "eight": 8}
+    monkeypatch.setattr(beyond.filters, "play", play)
+    samples = Lazy(lambda id: replace(SAMPLE, id=id, question=id), list(RIGHT))
+    verdicts = beyond.filters.by_difficulty(samples, policy, RULES, tmp_path / "d.jsonl", "model")
+    assert [(v.word, v.reason) for v in verdicts] == [
+        ("keep", "0 of 8 right"), ("keep", "7 of 8 right"), ("drop", "8 of 8 right")
+    ]  # fmt: skip
+
+
+def test_what_a_filter_keeps_can_be_filtered_again(tmp_path):
+    """Same ids, kinds, options, boxes and the very bytes of the images; the rest is listed."""
+    row = FLAT | {"options": ["one", "4"], "boxes": [[1, 2, 2.5, 4]], "kind": "neutral", "id": "x"}
+    row["answer"] = "4"
+    bad = row | {"answer": "5", "id": "y"}
+    where = parquet(tmp_path / "a.parquet", [row, row | {"id": "z"}, bad])
+    samples, rows = load_rl(where), read_rows(where)
+    verdicts = [beyond.filters.Verdict("keep", ""), beyond.filters.Verdict("unsure", "too dark")]
+    counts = beyond.filters.write_sieved(tmp_path / "b" / "kept.parquet", samples, rows, verdicts)
+    assert counts == {"keep": 1, "unsure": 1}
+    kept = load_rl(tmp_path / "b")
+    (again,) = kept
+    assert (again.id, again.kind, again.options) == ("x", "neutral", ("one", "4"))
+    assert again.boxes == ((1, 2, 3, 4),)
+    assert read_rows(tmp_path / "b")[0]["image"]["bytes"] == PNG
+    told = (tmp_path / "b" / "kept.txt").read_text()
+    assert "z  too dark\n    'How many?'  answer: '4'" in told
+    assert "unusable: 1\n\nrow 2, answer: '5' is neither" in told
+
+
+# The command line
+
+
+def command(*words) -> None:
+    beyond.filters.main([str(word) for word in words])
+
+
+def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
+    rows = [*rl_rows(), rl_rows()[0] | {"images": []}, rl_rows()[0] | {"data_source": "OK-VQA"}]
+    command("--describe", parquet(tmp_path / "a.parquet", rows), "--model", "tiny")
+    told = capsys.readouterr().out
+    assert "10 usable + 1 left out" in told and "row 9, image: nothing in images" in told
+    assert "vstar (search): 3" in told and "OK-VQA (search, assumed, external knowledge): 1" in told
+    assert "a letter: 4" in told and "480x320" in told and "at most 4096 pixels" in told
+    command("--describe", SFT, "--model", "tiny")
+    told = capsys.readouterr().out
+    assert "8 usable + 0 left out" in told and "programs  3 in a row: 2" in told
+
+
+def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
+    command("--drop-sources", RL, "--external", "chart", "--out", tmp_path / "1.parquet")
+    judge = FakeJudge({"vstar-0": ("drop", "wrong")})
+    monkeypatch.setattr("beyond.filters.ChatJudge", lambda url, model: judge)
+    address = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "fake")
+    command("--check-labels", tmp_path / "1.parquet", *address, "--out", tmp_path / "2.parquet")
+    short = ("--turns", 1, "--samples", 2, "--max-new-tokens", 4, "--max-length", 512)
+    where = ("--difficulty", tmp_path / "2.parquet", "--out", tmp_path / "3.parquet")
+    command(*where, "--model", "tiny", *short)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("9 rows: keep 6, drop 3, unusable 0")
+    assert told[1].startswith("6 rows: keep 5, drop 1, unusable 0")
+    assert told[2].startswith("5 rows: keep 5, unusable 0")
+    assert len((tmp_path / "3.jsonl").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("words, said", [
+    (("--check-labels", RL), "--check-labels needs --judge-url"),
+    (("--difficulty", RL), "--difficulty needs --model"),
+    (("--describe", "gone.parquet"), "no data in gone.parquet"),
+    (("--describe", SFT), "give --model"),
+    (("--describe", ""), "WHERE is empty"),
+    (("--drop-sources", ""), "WHERE is empty"),
+    (("--difficulty", RL, "--model", "tiny", "--samples", 0), "--samples is at least 1, got 0"),
+    (("--difficulty", RL, "--model", "tiny", "--batch", 0), "--batch is at least 1, got 0"),
+])  # fmt: skip
+def test_a_command_that_cannot_work_says_what_to_do(words, said):
+    with pytest.raises(SystemExit, match=said):
+        command(*words)
+
+
+@pytest.mark.parametrize("where, out, said", [
+    ("a.jsonl", "b.txt", "ends in .parquet"),
+    ("a.jsonl", "b.jsonl", "ends in .parquet"),
+    ("a.jsonl", "dir.parquet", "ends in .parquet"),
+    ("a.jsonl", "a.parquet", "would write .*a.jsonl over its input"),
+    ("a.parquet", "dir.parquet/../a.parquet", "over its input"),
+    ("link.jsonl", "a.parquet", "over its input"),
+    (".", "b.parquet", "or into it"),
+    (".:a", "a.parquet", "or into it"),
+])  # fmt: skip
+def test_a_filter_does_not_write_over_what_it_reads(tmp_path, where, out, said):
+    (tmp_path / "a.jsonl").write_text(json.dumps(FLAT | {"image": "a.png"}))
+    parquet(tmp_path / "a.parquet", [FLAT])
+    (tmp_path / "a.png").write_bytes(PNG)
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "dir.parquet").mkdir()
+    before = {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(SystemExit, match=said):
+        command("--drop-sources", f"{tmp_path}/{where}", "--out", f"{tmp_path}/{out}")
+    assert before == {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}
