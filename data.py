@@ -92,7 +92,8 @@ class Sample:
 
 # The words of the game: a prompt, an observation, and what counts as an action
 
-TAGS = ("think", "code", "answer", "sandbox_output")
+# The tags, and whether the policy may write them.
+TAGS = {"think": True, "code": True, "answer": True, "sandbox_output": False}
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 SYSTEM_PROMPT = """You are a helpful assistant. Solve the problem about the image step by step.

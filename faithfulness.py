@@ -44,7 +44,7 @@ from kit.boxes import area, covered, recall, share
 from kit.perturbations import PERTURBATIONS, check_perturbations, instead_of
 from kit.qwen import Policy
 from rewards import BoxJudge, Lambdas, Reward, crop, hand_made, ran_well, tapo
-from rollout import Rules, Trajectory, Turn, listen, play_on, rows_that_fit
+from rollout import Rules, Trajectory, Turn, listen, play_on
 from sandbox import Observation, Sandbox
 
 # Rates. A trajectory answers each question that is asked of it, and a rate is the mean of the
@@ -421,7 +421,7 @@ def group_of(sample: Sample) -> str:
 
 def waves(policy: Policy, cases: Sequence, rules: Rules) -> Iterator[Sequence]:
     """The cases, as many at a time as the KV cache has room for, and at most 64."""
-    size = max(1, min(64, rows_that_fit(policy, rules)))
+    size = max(1, min(64, policy.rows_that_fit(rules.max_length, rules.kv_budget_gb)))
     return (cases[k : k + size] for k in range(0, len(cases), size))
 
 

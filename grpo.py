@@ -7,7 +7,7 @@ Concept     Score K rollouts of one question against each other (no value networ
 Paper       CodeV, arXiv:2511.19661, Eqs. 1, 3 and 4, and the group baseline between them
 In          groups of Trajectories, their rewards, the policy, the reference (the SFT model)
 Out         one optimiser step, and the numbers worth plotting
-Left out    value network; a rule that credits single turns (the paper has none; see `learn`)
+Left out    value network; a rule that credits single turns (the paper has none)
 Read next   rollout.py (where `acted` comes from), rewards.py (where R comes from)
 
 Shapes      G groups   K rollouts each   M = G * K   B rows   L slots of a row   P of its prompt
@@ -18,6 +18,7 @@ Symbols     R reward   A advantage   ratio = pi_new / pi_old   eps clip range   
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kit.processes import gathered, parts, processes, whole
+from data import IMAGE
+from kit.processes import gathered, level, parts, processes, whole
 from kit.qwen import Picture, Policy
 from rollout import Trajectory
 
@@ -198,17 +200,14 @@ class LogProbs(nn.Module):
 
     def chunked(self, hidden: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
         """[N, H], [N] -> [N]. The backward pass computes a chunk's logits again."""
-        return torch.cat([
-            checkpoint(self.logp, h, y, temperature, use_reentrant=False)
-            for h, y in zip(hidden.split(CHUNK), labels.split(CHUNK))
-        ])  # fmt: skip
+        chunks = zip(hidden.split(CHUNK), labels.split(CHUNK))
+        logp = [checkpoint(self.logp, h, y, temperature, use_reentrant=False) for h, y in chunks]
+        return torch.cat(logp)
 
 
 def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """log pi of every acted token of some rows, and who chose it: ([N], [N]).
-
-    Stage 1, stage 2 and the reference all use this one function.
-    """
+    """log pi of every acted token of some rows, and who chose it: ([N], [N]). Stage 1, stage 2 and
+    the reference all use this one function."""
     B, L = len(rows), max(len(row.ids) for row in rows)
     ids = torch.full((B, L), policy.pad_id)
     segment = torch.full((B, L), -1)  # padding: a segment that no other looks at
@@ -220,8 +219,7 @@ def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tupl
     own = segment[:, :, None] == segment[:, None, :]  # [B, L, L]
     # s_t of Eq. 3, what a token is chosen on: slot i may look at slot j.
     sees = before & (own | (segment == 0)[:, None, :])  # [B, L, L]
-    device = policy.device
-    module = policy.sharded or LogProbs(policy)
+    device, module = policy.device, policy.sharded or LogProbs(policy)
     logp = module(
         temperature=temperature,
         keep=torch.cat([b * L + row.keep for b, row in enumerate(rows)]).to(device),
@@ -234,19 +232,11 @@ def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tupl
     return logp, torch.cat([row.owner for row in rows]).to(device)
 
 
-def level(policy: Policy, batches: list[list[Row]]) -> list[list[Row]]:
-    """The same number of micro-batches for every process, each with a picture in it. Layers are
-    fetched by all processes together: one that made fewer passes, or left the vision tower out
-    where others need it, would leave them waiting for ever. What is missing is made up by a blank
-    row: a picture, and nothing to learn."""
-    if policy.sharded is None:
-        return batches
-    picture = policy.pictures([Image.new("RGB", (56, 56))])
+def blank_row(policy: Policy) -> Row:
+    """A picture and nothing to learn: what `level` fills up micro-batches with."""
     blank = Trajectory(sample=None)
-    blank.observe(policy.encode("<|vision_start|><|image_pad|><|vision_end|>", picture))
-    row = group_row(policy, [(0, blank)])
-    with_picture = [b if any(r.pictures for r in b) else [*b, row] for b in batches]
-    return with_picture + [[row]] * (max(gathered(len(batches))) - len(batches))
+    blank.observe(policy.encode(IMAGE, policy.pictures([Image.new("RGB", (56, 56))])))
+    return group_row(policy, [(0, blank)])
 
 
 # Learn
@@ -269,82 +259,98 @@ class Objective:
     max_grad_norm: float = 1.0
 
 
+def lesson(
+    policy: Policy, groups: list[list[Trajectory]], advantage: Tensor, objective: Objective
+) -> tuple[list[list[Row]], Tensor, Tensor]:
+    """The micro-batches of a step; and for each rollout its A, and what one of its acted tokens
+    weighs in the loss, [M] each."""
+    masked = ("turns", "length") if objective.mask_truncated else ()
+    flat = [t for group in groups for t in group]
+    lengths = torch.tensor([0 if t.ended in masked else sum(t.acted) for t in flat]).float()  # [M]
+    everyone = gathered(lengths)  # those of each process: the average is over the rollouts of all
+    weight = LOSS_AVERAGES[objective.loss_agg](torch.cat(everyone))
+    weight = weight.split([len(theirs) for theirs in everyone])[processes()[0]]  # [M]
+    A = advantage.flatten()  # [M]
+
+    # Without a KL term a rollout with A = 0 has no gradient: it need not be scored.
+    teaches = (lengths > 0) & ((A != 0) | (objective.beta > 0))  # [M]
+    K, batches = len(groups[0]), []
+    members = [
+        [(i, t) for i, t in enumerate(group, start=g * K) if teaches[i]]
+        for g, group in enumerate(groups)
+    ]
+    for part in parts(members):
+        rows = [row for group in part for row in group_rows(policy, group, objective.row_tokens)]
+        batches += micro_batches(rows, objective.row_tokens)
+    return level(policy, batches, blank_row), A.to(policy.device), weight.to(policy.device)
+
+
+def gradient_of_J(
+    logp_new: Tensor, logp_anchor: Tensor, logp_ref: Tensor, A: Tensor, weight: Tensor, c: Objective
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. 4: J = sum of weight * (min(r A, clip(r, 1 - eps, 1 + eps) A) - beta KL) over the N acted
+    tokens of a micro-batch, [N] each. The weights of a step sum to 1, so its J is the mean of Eq. 4.
+    Adds the gradient of the loss -J to .grad. Returns loss [], surrogate [N] and KL [N]."""
+    surrogate = clipped_surrogate(logp_new, logp_anchor, A, c.eps)  # [N]
+    kl = kl_k3(logp_new, logp_ref)  # [N]
+    loss = -(weight * (surrogate - c.beta * kl)).sum()  # -J
+    loss.backward()
+    return loss.detach(), surrogate.detach(), kl.detach()
+
+
+MEANS = ("kl", "entropy", "clip_fraction")  # over the tokens that were scored, weighted alike
+
+
 def learn(
-    policy: Policy, optimizer: torch.optim.Optimizer, groups: list[list[Trajectory]],
-    advantage: Tensor, reference: Policy | None, objective: Objective,
-) -> dict[str, float | None]:  # fmt: skip
-    """Step on the objective of Eq. 4. advantage [G, K]: one for each rollout of each group.
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    groups: list[list[Trajectory]],
+    advantage: Tensor,
+    reference: Policy | None,
+    objective: Objective,
+) -> dict[str, float | None]:
+    """Eqs. 1, 3 and 4: steps on the objective J. advantage [G, K]: one for each rollout.
 
-    The step's loss is one weighted sum over all its acted tokens, so rows and micro-batches can
-    be cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
-    hovers around 0, and its gradient is A * grad log pi all the same.
+    J is one weighted sum over all acted tokens of the step, so rows and micro-batches can be cut
+    anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss hovers
+    around 0, and its gradient is A * grad log pi all the same. Of several processes each brings
+    its own groups, and their gradients are added up to that of all groups together.
 
-    Several processes: each brings its own groups, and the gradient is that of all together. The
-    loss is a sum and gradients are added up, so no term needs to know how many processes there are.
-
-    The report is of the last update. kl, entropy and clip_fraction are means over the tokens that
+    The report is of the last step. kl, entropy and clip_fraction are means over the tokens that
     were scored, weighted as in the loss; kl is None without a reference. A step whose loss or
-    gradient is not finite is skipped and reported, and no further update follows.
+    gradient is not finite is skipped and reported, and no further step follows.
     """
     if objective.ratio_anchor == "ref" and reference is None:
         raise ValueError("--ratio-anchor ref divides by pi_ref: expected a reference, got None")
-    trajectories = [t for group in groups for t in group]  # M of them
-    masked = ("turns", "length") if objective.mask_truncated else ()
-    lengths = torch.tensor([0 if t.ended in masked else sum(t.acted) for t in trajectories]).float()
-    everyone = gathered(lengths)  # [M] of each process: the average is over the rollouts of all
-    weight = LOSS_AVERAGES[objective.loss_agg](torch.cat(everyone))
-    weight = weight.split(list(map(len, everyone)))[processes()[0]]  # [M]
-    A_of = advantage.flatten()  # [M]
-
-    def teaches(i: int) -> bool:  # without a KL term a rollout with A = 0 has no gradient
-        return lengths[i] > 0 and (objective.beta > 0 or A_of[i] != 0)
-
-    K, batches = len(groups[0]), []
-    members = [[(i, t) for i, t in enumerate(group, start=g * K) if teaches(i)]
-               for g, group in enumerate(groups)]  # fmt: skip
-    for part in parts(members):
-        rows = [r for group in part for r in group_rows(policy, group, objective.row_tokens)]
-        batches += micro_batches(rows, objective.row_tokens)
-
     policy.model.train()
-    weight, A_of = weight.to(policy.device), A_of.to(policy.device)
-    batches = level(policy, batches)
-    old = log_probs_of(policy, batches, objective) if objective.updates > 1 else None
-    ref = log_probs_of(reference, batches, objective) if reference else None
+    batches, A_of, weight_of = lesson(policy, groups, advantage, objective)
+    olds = log_probs_of(policy, batches, objective) if objective.updates > 1 else None
+    refs = log_probs_of(reference, batches, objective) if reference else None
+    anchors = refs if objective.ratio_anchor == "ref" else olds
     for _ in range(objective.updates):
         optimizer.zero_grad()
-        sums = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction", "scored"), 0.0)
-        broken: set[str] = set()  # samples of a micro-batch whose loss is not finite
+        sums, broken = Counter(), set()  # broken: questions of a micro-batch with no finite loss
         for b, batch in enumerate(batches):
-            logp_new, owner = log_probs(policy, batch, objective.temperature)  # [N]
-            logp_old = old[b] if old else logp_new.detach()
-            logp_ref = ref[b] if ref else logp_new.detach()
-            anchor = logp_ref if objective.ratio_anchor == "ref" else logp_old
-            A = A_of[owner]  # [N]
-            w = weight[owner]  # [N]
-            surrogate = clipped_surrogate(logp_new, anchor, A, objective.eps)
-            kl = kl_k3(logp_new, logp_ref)
-            loss = -(w * (surrogate - objective.beta * kl)).sum()  # -J, Eq. 4
-            loss.backward()
+            logp, owner = log_probs(policy, batch, objective.temperature)  # [N]
+            now, A, weight = logp.detach(), A_of[owner], weight_of[owner]  # [N]
+            anchor, ref = anchors[b] if anchors else now, refs[b] if refs else now  # [N]
+            loss, surrogate, kl = gradient_of_J(logp, anchor, ref, A, weight, objective)
             if not loss.isfinite():
-                broken |= {trajectories[i].sample.id for i in owner.tolist()}
-            with torch.no_grad():
-                clipped = surrogate < (logp_new - anchor).exp() * A  # [N] the clip changed it
-                sums["scored"] += w.sum().item()
-                sums["loss"] += loss.item()
-                sums["kl"] += (w * kl).sum().item()
-                sums["entropy"] -= (w * logp_new).sum().item()
-                sums["clip_fraction"] += (w * clipped).sum().item()
+                broken |= {groups[i // len(groups[0])][0].sample.id for i in owner.tolist()}
+            clipped = surrogate < (now - anchor).exp() * A  # [N] the clip changed it
+            sums["loss"] += loss.item()
+            sums["scored"] += weight.sum().item()
+            for name, of_token in zip(MEANS, (kl, -now, clipped)):
+                sums[name] += (weight * of_token).sum().item()
         broken = set().union(*gathered(broken))
         norm = None if broken else apply_gradient(policy.model, optimizer, objective.max_grad_norm)
         if norm is None:
             what = f"the loss of a batch with {sorted(broken)}" if broken else "the gradient's norm"
             logging.getLogger(__name__).error("step skipped: %s is not finite", what)
             break
-    report = {name: sum(gathered(value)) for name, value in sums.items()}
+    report = {name: sum(gathered(sums[name]), 0.0) for name in ("loss", "scored", *MEANS)}
     scored = report.pop("scored")  # the weight of all tokens that were scored
-    for name in ("kl", "entropy", "clip_fraction"):
-        report[name] = report[name] / scored if scored else None
+    report |= {name: report[name] / scored if scored else None for name in MEANS}
     if reference is None:
         report["kl"] = None
     return report | {"grad_norm": norm, "skipped": int(norm is None)}

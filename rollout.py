@@ -24,25 +24,18 @@ Shapes      B rows in play   L slots so far, padding included (see Batch)   P pa
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, LogitsProcessor, StopStringCriteria
 
 from data import TAGS, Sample, crop_turn, messages, observation_text, parse, toy_questions
 from kit.qwen import Encoded, Picture, Policy, load
@@ -62,7 +55,8 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """Eq. 2: tau = (x, a_1, o_1, a_2, ..., a_T), flat. h before a step is ids[: step.start].
+    """Eq. 2: tau = (x, a_1, o_1, a_2, ..., a_T), flat. h, the history before a turn, is
+    ids[: turn.start].
 
     tokens           acted   why
     prompt, image    False   the question
@@ -79,7 +73,7 @@ class Trajectory:
     prompt_images: int = 0  # images[:prompt_images] stand in it
     answer: str | None = None
     ended: str = ""  # "answered", "turns", "length" or "no_action"
-    seed: str = ""  # of its sampling (class SeededSampling)
+    seed: str = ""  # what its sampling depends on (class SeededSampling)
 
     def act(self, ids: list[int]) -> None:
         self.ids += ids
@@ -92,8 +86,8 @@ class Trajectory:
 
     @property
     def tool_turns(self) -> list[Turn]:
-        """T_tool of Eq. 6: the steps whose code went to the sandbox; failed and refused ones count
-        (rewards.tool_reward leaves out failures of ours)."""
+        """T_tool of Eq. 6: the turns whose code went to the sandbox. Code that failed or was
+        refused counts (rewards.tool_reward leaves out failures of the sandbox itself)."""
         return [turn for turn in self.turns if turn.observation is not None]
 
 
@@ -111,16 +105,16 @@ class Rules:
     allow_weak_sandbox: bool = False
 
 
-def load_policy(
-    name: str | Path, device: str | torch.device = "cpu", max_pixels: int | None = None,
-    weights: bool = True,
-) -> Policy:  # fmt: skip
-    """A checkpoint folder or a hub name -> Policy (kit/qwen.py) that knows the tags of the game."""
-    return load(name, TAGS, device, max_pixels, weights)
+# One trajectory: what the policy reads, what it says, what it is shown
+
+
+# load_policy(name, device="cpu", max_pixels=None, weights=True): a checkpoint folder or a hub name
+# -> a Policy that knows the tags of the game (see kit/qwen.py).
+load_policy = partial(load, TAGS)
 
 
 def encode_prompt(policy: Policy, sample: Sample, pixels: bool = True) -> Encoded:
-    """x of Eq. 2. Without pixels, only its ids are of use."""
+    """x of Eq. 2. Without pixels this is much faster, and only the ids are of use."""
     text = policy.tokenizer.apply_chat_template(
         messages(sample, policy.neutralise), tokenize=False, add_generation_prompt=True
     )
@@ -129,39 +123,95 @@ def encode_prompt(policy: Policy, sample: Sample, pixels: bool = True) -> Encode
 
 
 def encode_observation(
-    policy: Policy, seen: Observation, pictures: list[Picture], closed: bool, limit: int
+    policy: Policy, observation: Observation, pictures: list[Picture], closed: bool, limit: int
 ) -> Encoded:
-    """o_t as a new user turn. closed: the policy ended its message itself, we need not."""
-    end = "" if closed else "<|im_end|>"
-    shown = observation_text(seen, policy.neutralise, limit)
-    text = f"{end}\n<|im_start|>user\n<sandbox_output>{shown}</sandbox_output><|im_end|>\n"
-    return policy.encode(text + "<|im_start|>assistant\n", pictures)
+    """o_t of Eq. 2 as a new user turn. closed: the policy has ended its message itself.
+    limit: the most characters of what the program printed."""
+    shown = observation_text(observation, policy.neutralise, limit)
+    text = policy.user_turn(f"<sandbox_output>{shown}</sandbox_output>", closed)
+    return policy.encode(text, pictures)
 
 
-class EndOfTurn(StoppingCriteria):
-    """A row stops when a code or answer block closes (generate itself stops it at the message's
-    end). We look at text, not at token ids: in Qwen's vocabulary "</code>" may end in ">", ">\\n",
-    ">." and many more. A row is decoded only when its newest token has a ">" in it."""
+class TooLong(ValueError):
+    """A question that leaves no room for a turn."""
 
-    def __init__(self, policy: Policy, start: int) -> None:
-        self.policy, self.start, self.may_end = policy, start, policy.may_end.to(policy.device)
 
-    def __call__(self, ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
-        done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for row in self.may_end[ids[:, -1]].nonzero()[:, 0].tolist():
-            # "</answer>" has 9 characters, so at most 9 tokens, and a few more for what merged.
-            newest = ids[row, max(self.start, ids.shape[1] - 12) :].tolist()
-            text = self.policy.tokenizer.decode(newest)
-            done[row] = "</code>" in text or "</answer>" in text
-        return done
+def check_fits(policy: Policy, sample: Sample, prompt: Encoded, rules: Rules) -> None:
+    """Raise TooLong, which names the sample, if its prompt leaves no room for one turn."""
+    visual = prompt.ids.count(policy.image_id)
+    room = rules.max_length - rules.max_new_tokens
+    if len(prompt.ids) > room:
+        raise TooLong(
+            f"sample {sample.id}: its prompt has {len(prompt.ids)} tokens ({visual} of them for the"
+            f" image), but --max-length {rules.max_length} leaves {room} beside a turn of "
+            f"{rules.max_new_tokens}. Raise it, lower --max-pixels, or drop the question."
+        )
+
+
+def begin(sample: Sample, prompt: Encoded, seed: str = "") -> Trajectory:
+    """A trajectory that holds its prompt and nothing else. The first turn is the policy's."""
+    trajectory = Trajectory(sample, seed=seed)
+    trajectory.observe(prompt)
+    trajectory.prompt, trajectory.prompt_images = len(prompt.ids), len(prompt.pictures)
+    return trajectory
+
+
+def speak(policy: Policy, t: Trajectory, reply: list[int]) -> str | None:
+    """The policy acted: a_t of Eq. 2. Returns the code to run, or None if there is none; then the
+    episode is over."""
+    start = len(t.ids)
+    t.act(reply)
+    text = policy.tokenizer.decode(reply, skip_special_tokens=True)
+    closed = reply[-1] == policy.end_id
+    code, answer = parse(text, closed)
+    if answer is not None:
+        code, t.answer, t.ended = None, answer, "answered"
+    elif code is None:
+        stopped = closed or "</code>" in text or "</answer>" in text  # by a lone closing tag
+        t.ended = "no_action" if stopped else "length"
+    t.turns.append(Turn(text, code, None, start, len(t.ids)))
+    return code
+
+
+def listen(
+    policy: Policy, t: Trajectory, observation: Observation, pictures: list[Picture], rules: Rules
+) -> Encoded | None:
+    """The world replied: o_t of Eq. 2. Returns the piece that was appended, or None if the episode
+    is over: this was the last turn, or the piece does not fit. Such a piece is left out as a whole,
+    never cut."""
+    t.turns[-1].observation = observation
+    if len(t.turns) == rules.turns:
+        t.ended = "turns"
+        return None
+    closed = t.ids[-1] == policy.end_id
+    piece = encode_observation(policy, observation, pictures, closed, rules.max_log_chars)
+    if len(t.ids) + len(piece.ids) + rules.max_new_tokens > rules.max_length:
+        t.ended = "length"
+        return None
+    t.observe(piece)
+    return piece
+
+
+# One turn of many trajectories
+
+
+@lru_cache(2)  # making one reads the whole vocabulary
+def end_of_turn(tokenizer) -> StopStringCriteria:
+    """A row stops when a code or answer block closes. (`generate` itself stops it at the end of the
+    message.) This looks at text, not at token ids: in Qwen's vocabulary "</code>" may end in ">",
+    ">\\n", ">." and many more."""
+    return StopStringCriteria(tokenizer, ["</code>", "</answer>"])
 
 
 class SeededSampling(LogitsProcessor):
-    """Sampling that depends on the trajectory alone. The sampler of `generate` draws for a whole
-    batch, so that a row's luck would hang on which rows it happens to sit with: on the size of a
-    wave, on the number of processes, on whose program was slow. Here turn t of a trajectory draws
-    from (its seed, t): token number i is the first whose cumulated probability exceeds the i-th
-    draw. Scores become 1 from there on, else 0; generate takes the first of the highest."""
+    """a_t ~ pi_theta(. | x, h) of Eq. 2, drawn by what belongs to the trajectory alone.
+
+    The sampler of `generate` draws for a whole batch. What a row says would then depend on which
+    rows it sits with: on the size of a wave, on the number of processes, on whose program was slow.
+    Here turn t of a trajectory has a random stream of its own, made from (its seed, t). Token i is
+    the first whose cumulated probability exceeds the i-th number of that stream. The scores become
+    1 from this token on and 0 before it, and greedy `generate` takes the first of the highest.
+    """
 
     def __init__(self, batch: Batch, rules: Rules) -> None:
         self.start, self.temperature = batch.ids.shape[1], rules.temperature
@@ -188,30 +238,27 @@ def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Te
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-# Playing
-
-
-@dataclass
+@dataclass(eq=False)
 class Batch:
     """Rows that speak at the same time, and all that their next turn needs. Of the L slots of ids
-    and mask the cache holds the first C < L; the rest, and the pictures in it, are still to be
-    read. (A wave is as many groups as fit in memory; it starts as one batch. A tail is what
-    generate writes behind a row that stopped early.)"""
+    and mask the cache holds the first C < L. The model has yet to read the other slots, and the
+    pictures in them. (A tail is what generate writes behind a row that stopped early.)"""
 
     ids: Tensor  # [B, L]
-    mask: Tensor  # [B, L] 0 where a slot is padding or a cut tail
+    mask: Tensor  # [B, L] 0 where a slot is padding or a tail
     cache: DynamicCache
     live: list[Trajectory]  # B
     unread: list[Picture] = field(default_factory=list)  # images the cache does not hold yet
+    programs: Sequence[Future] = ()  # B that run now; none before the first turn
 
-    def rows(self, keep: list[int]) -> Batch:
+    def rows(self, keep: list[int], programs: Sequence[Future] = ()) -> Batch:
         if len(keep) == len(self.live):
-            return self  # nobody leaves: no copy
+            return replace(self, programs=programs)  # nobody leaves: no copy
         cache = DynamicCache()
         for i, layer in enumerate(self.cache.layers):
             cache.update(layer.keys[keep], layer.values[keep], i)
         live = [self.live[i] for i in keep]
-        return Batch(self.ids[keep], self.mask[keep], cache, live)
+        return Batch(self.ids[keep], self.mask[keep], cache, live, programs=programs)
 
     def squeeze(self) -> None:
         """Drop dead cached slots, as many as every row has, once that is a fifth. Attention does
@@ -234,125 +281,25 @@ class Batch:
         self.unread = [picture for piece in pieces for picture in piece.pictures]
 
 
-@torch.no_grad()
-def play(
-    policy: Policy, samples: list[Sample], rollouts: int = 1, rules: Rules = Rules(),
-    tally: Counter | None = None,
-) -> list[list[Trajectory]]:  # fmt: skip
-    """Eq. 2: `rollouts` trajectories of every sample, one group per sample, in order.
-
-    Sampling takes one number from torch's global generator; seed that to repeat a run. From there
-    on the k-th rollout of a sample draws by its id and k, wherever and beside whom it is played.
-    `tally` collects what it cost: tokens prefilled and generated, images encoded, seconds of each.
-    """
-    tally = Counter() if tally is None else tally
-    groups: list[list[Trajectory]] = []
-    seed = torch.randint(2**62, ()).item()
-    fit = rows_that_fit(policy, rules)
-    if fit < rollouts:
-        raise ValueError(
-            f"the KV cache has room for {fit} rows of --max-length {rules.max_length}, but a group "
-            f"has {rollouts}: raise --kv-budget-gb, or lower --max-length or --rollouts"
-        )
-    per_wave = fit // rollouts
-    confine = (rules.limits, rules.allow_weak_sandbox)
-    with ThreadPoolExecutor(rules.sandboxes) as pool:
-        for i in range(0, len(samples), per_wave):
-            wave: list[Trajectory] = []
-            for sample in samples[i : i + per_wave]:
-                prompt = encode_prompt(policy, sample)
-                check_fits(policy, sample, prompt, rules)
-                seeds = [f"dice {seed} {sample.id} {k}" for k in range(rollouts)]
-                groups.append([begin(sample, prompt, own) for own in seeds])
-                wave += groups[-1]
-            sandboxes = {id(t): Sandbox(t.sample.image, *confine) for t in wave}
-            try:
-                _play_wave(policy, wave, rollouts, sandboxes, rules, pool, tally)
-            finally:
-                if sandboxes:  # an error is on its way out: let no program outlive it
-                    pool.shutdown(cancel_futures=True)
-                for sandbox in sandboxes.values():
-                    sandbox.close()
-    return groups
-
-
-@torch.no_grad()
-def play_on(
-    policy: Policy, trajectories: list[Trajectory], sandboxes: dict[int, Sandbox], rules: Rules
-) -> None:
-    """Eq. 2 from the middle: it is the policy's turn in every trajectory, and each goes on until
-    its episode is over, and closes its sandbox. `sandboxes` has one for each id(trajectory), in the
-    state its code left. All must fit the KV cache at once (rows_that_fit)."""
-    with ThreadPoolExecutor(rules.sandboxes) as pool:
-        _play_wave(policy, trajectories, 1, dict(sandboxes), rules, pool, Counter())
-
-
-def _play_wave(
-    policy: Policy, wave: list[Trajectory], rollouts: int, sandboxes: dict[int, Sandbox],
-    rules: Rules, pool: ThreadPoolExecutor, tally: Counter,
-) -> None:  # fmt: skip
-    """Eq. 2 for one wave: act, run, observe, until every episode is over."""
-
-    def run(t: Trajectory, code: str) -> tuple[Observation, list[Picture]]:
-        seen = sandboxes[id(t)].run(code)
-        return seen, policy.pictures(seen.images)  # here, so that it overlaps with other programs
-
-    def leave(trajectories: list[Trajectory]) -> None:
-        for t in trajectories:
-            if t.ended:
-                pool.submit(sandboxes.pop(id(t)).close)
-
-    # A queue of batches, each with the programs that its rows wait for.
-    batches: list[tuple[Batch, list[Future]]] = [(prefill(policy, wave, rollouts, tally), [])]
-    while batches:
-        done = [all(f.done() for f in programs) for _, programs in batches]
-        if not any(done):
-            wait([f for _, own in batches for f in own if not f.done()], return_when=FIRST_COMPLETED)
-            continue
-        batch, programs = batches.pop(done.index(True))
-        if programs:
-            # Observe. Finished rows leave; the others get what their code showed.
-            shown = [program.result() for program in programs]
-            pieces = [listen(policy, t, *s, rules) for t, s in zip(batch.live, shown)]
-            stay = [row for row, piece in enumerate(pieces) if piece is not None]
-            leave(batch.live)
-            if not stay:
-                continue
-            batch = batch.rows(stay)
-            batch.squeeze()
-            batch.observe([pieces[row] for row in stay], policy.pad_id)
-
-        # Act. One turn of every row; code starts to run at once, a thread per program.
-        with stopwatch(tally, "decode"):
-            replies = _generate(policy, batch, rules, tally)
-        codes = [speak(policy, t, reply) for t, reply in zip(batch.live, replies)]
-        leave(batch.live)
-        acting = {row: pool.submit(run, batch.live[row], code)
-                  for row, code in enumerate(codes) if code is not None}  # fmt: skip
-
-        # A slow program delays its own row only: the quick ones go on as a batch of their own.
-        with stopwatch(tally, "sandbox"):
-            wait(acting.values(), timeout=rules.patience)
-        quick = [row for row, program in acting.items() if program.done()]
-        slow = [row for row in acting if row not in quick]
-        for part in filter(None, (quick, slow)):
-            batches.append((batch.rows(part), [acting[row] for row in part]))
-
-
 def prefill(policy: Policy, wave: list[Trajectory], rollouts: int, tally: Counter) -> Batch:
-    """The batch before the next turn. `rollouts` neighbours share their history: it and its images
-    are encoded once, then the cache is copied. Of each history the last token stays unread:
-    generate starts there."""
+    """The batch before the next turn. `rollouts` neighbours share their history. It and its images
+    are encoded once, then the cache is copied. The last token of each history stays unread: there
+    generate starts."""
     first = wave[::rollouts]
     ids, mask = left_pad([t.ids for t in first], policy.pad_id, policy.device)
     pictures = [picture for t in first for picture in t.images]
+    positions = policy.positions(ids, mask, [picture.grid for picture in pictures])
     cache = DynamicCache(config=policy.model.config)
     with stopwatch(tally, "prefill"):
         policy.model.eval()(
-            input_ids=ids[:, :-1], attention_mask=mask[:, :-1], cache=cache, use_cache=True,
-            position_ids=policy.positions(ids, mask, [p.grid for p in pictures])[..., :-1],
-            logits_to_keep=1, **policy.model_images(pictures),
-        )  # fmt: skip
+            input_ids=ids[:, :-1],
+            attention_mask=mask[:, :-1],
+            position_ids=positions[..., :-1],
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **policy.model_images(pictures),
+        )
     tally["prefilled_tokens"] += sum(len(t.ids) for t in first)
     tally["images"] += len(pictures)
     cache.batch_repeat_interleave(rollouts)
@@ -360,35 +307,28 @@ def prefill(policy: Policy, wave: list[Trajectory], rollouts: int, tally: Counte
     return Batch(ids, mask, cache, wave)
 
 
-def _generate(policy: Policy, batch: Batch, rules: Rules, tally: Counter) -> list[list[int]]:
-    """One turn of every row: its new ids. They are appended to the batch; rows that stopped early
-    carry pads behind, and mask 0 hides those from all that follows."""
-    start = batch.ids.shape[1]
-    config = GenerationConfig(
-        do_sample=False, repetition_penalty=1.0, use_cache=True,  # sampling: SeededSampling
-        suppress_tokens=policy.forbidden, max_new_tokens=rules.max_new_tokens,
-        pad_token_id=policy.pad_id, eos_token_id=policy.end_id, return_dict_in_generate=True,
-    )  # fmt: skip
+def next_turn(policy: Policy, batch: Batch, rules: Rules, tally: Counter) -> list[list[int]]:
+    """One turn of every row: its new ids. They are appended to the batch. Rows that stopped early
+    have pads behind them, and mask 0 hides those from all that follows."""
     grids = [picture.grid for t in batch.live for picture in t.images]
-    # generate() fills what a GenerationConfig leaves unset from the model's own, and released
-    # checkpoints carry near-greedy values and a repetition penalty there. So: none of its own.
-    own, policy.model.generation_config = policy.model.generation_config, GenerationConfig()
-    output = policy.model.generate(
-        input_ids=batch.ids, attention_mask=batch.mask, cache=batch.cache,
+    ids = policy.generate(
+        rules.max_new_tokens,
+        input_ids=batch.ids,
+        attention_mask=batch.mask,
         position_ids=policy.positions(batch.ids, batch.mask, grids),
-        generation_config=config, logits_processor=[SeededSampling(batch, rules)] * (rules.temperature > 0),
-        stopping_criteria=StoppingCriteriaList([EndOfTurn(policy, start)]),
-        synced_gpus=False, **policy.model_images(batch.unread),
-    )  # fmt: skip
-    policy.model.generation_config = own  # an export keeps it
-    new = output.sequences[:, start:]  # [B, longest turn]
+        cache=batch.cache,
+        logits_processor=[SeededSampling(batch, rules)] if rules.temperature > 0 else [],
+        stopping_criteria=[end_of_turn(policy.tokenizer)],
+        **policy.model_images(batch.unread),
+    )
+    new = ids[:, batch.ids.shape[1] :]  # [B, longest turn]
     alive = new != policy.pad_id  # forbidden to the policy: generate writes it behind a stop
     lengths = alive.sum(1).tolist()
     tally["prefilled_tokens"] += sum(len(t.ids) - t.turns[-1].end for t in batch.live if t.turns)
     tally["generated_tokens"] += sum(lengths)
     tally["images"] += len(batch.unread)
     batch.unread = []
-    batch.ids, batch.mask = output.sequences, torch.cat([batch.mask, alive.long()], 1)
+    batch.ids, batch.mask = ids, torch.cat([batch.mask, alive.long()], 1)
     return [row[:n] for row, n in zip(new.tolist(), lengths)]
 
 
@@ -399,88 +339,124 @@ def stopwatch(tally: Counter, name: str) -> Iterator[None]:
     tally[f"{name}_seconds"] += time.perf_counter() - began
 
 
-def rows_that_fit(policy: Policy, rules: Rules) -> int:
-    """How many rows of max_length slots the KV cache has room for: keys and values of every layer
-    (115 kB a slot for the 7B in fp32). Without a budget: 80 % of the memory that is free now."""
-    c = policy.model.config.text_config
-    width = c.hidden_size // c.num_attention_heads * c.num_key_value_heads
-    slot = 2 * c.num_hidden_layers * width * policy.model.dtype.itemsize
-    if rules.kv_budget_gb:
-        budget = rules.kv_budget_gb * 1e9
-    elif policy.device.type == "cuda":
-        torch.cuda.empty_cache()  # what the last step has freed is free
-        budget = 0.8 * torch.cuda.mem_get_info(policy.device)[0]
-    else:
-        budget = 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(budget // (slot * rules.max_length))
+# Whole episodes
 
 
-def begin(sample: Sample, prompt: Encoded, seed: str = "") -> Trajectory:
-    trajectory = Trajectory(sample, seed=seed)
-    trajectory.observe(prompt)
-    trajectory.prompt, trajectory.prompt_images = len(prompt.ids), len(prompt.pictures)
-    return trajectory
+@torch.no_grad()
+def play(
+    policy: Policy,
+    samples: list[Sample],
+    rollouts: int = 1,
+    rules: Rules = Rules(),
+    tally: Counter | None = None,
+) -> list[list[Trajectory]]:
+    """Eq. 2: `rollouts` trajectories of every sample, one group per sample, in order.
 
-
-def speak(policy: Policy, trajectory: Trajectory, reply: list[int]) -> str | None:
-    """The policy acted: a_t, drawn by SeededSampling. Returns the code to run; None if there is none and the
-    episode is over."""
-    start = len(trajectory.ids)
-    trajectory.act(reply)
-    text = policy.tokenizer.decode(reply, skip_special_tokens=True)
-    closed = reply[-1] == policy.end_id
-    code, answer = parse(text, closed)
-    if answer is not None:
-        code, trajectory.answer, trajectory.ended = None, answer, "answered"
-    elif code is None:
-        stopped = closed or "</code>" in text or "</answer>" in text  # by a lone closing tag
-        trajectory.ended = "no_action" if stopped else "length"
-    trajectory.turns.append(Turn(text, code, None, start, len(trajectory.ids)))
-    return code
-
-
-def listen(
-    policy: Policy, trajectory: Trajectory, seen: Observation, pictures: list[Picture], rules: Rules
-) -> Encoded | None:
-    """The world replied: o_t. Returns the piece that was appended, or None if the episode is over:
-    it was the last turn, or the piece would not fit (it is then absent as a whole, never cut)."""
-    trajectory.turns[-1].observation = seen
-    if len(trajectory.turns) == rules.turns:
-        trajectory.ended = "turns"
-        return None
-    closed = trajectory.ids[-1] == policy.end_id
-    piece = encode_observation(policy, seen, pictures, closed, rules.max_log_chars)
-    if len(trajectory.ids) + len(piece.ids) + rules.max_new_tokens > rules.max_length:
-        trajectory.ended = "length"
-        return None
-    trajectory.observe(piece)
-    return piece
-
-
-class TooLong(ValueError):
-    """A question that leaves no room for a turn."""
-
-
-def check_fits(policy: Policy, sample: Sample, prompt: Encoded, rules: Rules) -> None:
-    """A prompt must leave room for a turn; else say so by name."""
-    visual = prompt.ids.count(policy.image_id)
-    room = rules.max_length - rules.max_new_tokens
-    if len(prompt.ids) > room:
-        raise TooLong(
-            f"sample {sample.id}: its prompt has {len(prompt.ids)} tokens ({visual} of them for the"
-            f" image), but --max-length {rules.max_length} leaves {room} beside a turn of "
-            f"{rules.max_new_tokens}. Raise it, lower --max-pixels, or drop the question."
+    Sampling takes one number from torch's global generator; seed that to repeat a run. From there
+    on the k-th rollout of a sample draws by its id and k, wherever and beside whom it is played.
+    `tally` collects what it cost: tokens prefilled and generated, images encoded, seconds of each.
+    Raises ValueError if the KV cache has no room for one group, TooLong if a prompt is too long.
+    """
+    seed = torch.randint(2**62, ()).item()
+    fit = policy.rows_that_fit(rules.max_length, rules.kv_budget_gb)
+    if fit < rollouts:
+        raise ValueError(
+            f"the KV cache has room for {fit} rows of --max-length {rules.max_length}, but a group "
+            f"has {rollouts}: raise --kv-budget-gb, or lower --max-length or --rollouts"
         )
+    groups: list[list[Trajectory]] = []
+    per_wave = fit // rollouts  # a wave: as many groups as fit in memory
+    for i in range(0, len(samples), per_wave):
+        for sample in samples[i : i + per_wave]:
+            prompt = encode_prompt(policy, sample)
+            check_fits(policy, sample, prompt, rules)
+            seeds = [f"dice {seed} {sample.id} {k}" for k in range(rollouts)]
+            groups.append([begin(sample, prompt, own) for own in seeds])
+        wave = [t for group in groups[i:] for t in group]
+        confine = rules.limits, rules.allow_weak_sandbox
+        sandboxes = {id(t): Sandbox(t.sample.image, *confine) for t in wave}
+        play_on(policy, wave, sandboxes, rules, rollouts, tally)
+    return groups
+
+
+@torch.no_grad()
+def play_on(
+    policy: Policy,
+    wave: list[Trajectory],
+    sandboxes: dict[int, Sandbox],
+    rules: Rules,
+    rollouts: int = 1,
+    tally: Counter | None = None,
+) -> None:
+    """Eq. 2 from the middle: act, run, observe, until every episode is over. In each trajectory it
+    is the policy's turn, and `rollouts` neighbours share their history so far. `sandboxes` has one
+    for each id(trajectory), in the state that its code left; it is closed at the end. All
+    trajectories must fit in the KV cache at once (Policy.rows_that_fit)."""
+    tally = Counter() if tally is None else tally
+    pool = ThreadPoolExecutor(rules.sandboxes)
+
+    def run(t: Trajectory, code: str) -> tuple[Observation, list[Picture]]:
+        observation = sandboxes[id(t)].run(code)
+        return observation, policy.pictures(observation.images)  # while other programs still run
+
+    def close_ended(trajectories: list[Trajectory]) -> None:
+        for t in trajectories:
+            if t.ended:
+                pool.submit(sandboxes[id(t)].close)
+
+    try:
+        batches = [prefill(policy, wave, rollouts, tally)]
+        while batches:
+            batch = take_ready(batches)
+            if batch.programs:
+                # Observe. Finished rows leave; the others get what their code showed.
+                rows = zip(batch.live, batch.programs)
+                pieces = [listen(policy, t, *program.result(), rules) for t, program in rows]
+                stay = [row for row, piece in enumerate(pieces) if piece is not None]
+                close_ended(batch.live)
+                if not stay:
+                    continue
+                batch = batch.rows(stay)
+                batch.squeeze()
+                batch.observe([pieces[row] for row in stay], policy.pad_id)
+
+            # Act. One turn of every row; code starts to run at once, a thread per program.
+            with stopwatch(tally, "decode"):
+                replies = next_turn(policy, batch, rules, tally)
+            codes = [speak(policy, t, reply) for t, reply in zip(batch.live, replies)]
+            close_ended(batch.live)
+            acting = [row for row, code in enumerate(codes) if code is not None]
+            programs = {row: pool.submit(run, batch.live[row], codes[row]) for row in acting}
+
+            # A slow program delays its own row only: the quick ones go on as a batch of their own.
+            with stopwatch(tally, "sandbox"):
+                wait(programs.values(), timeout=rules.patience)
+            quick = [row for row in acting if programs[row].done()]
+            slow = [row for row in acting if row not in quick]
+            for part in filter(None, (quick, slow)):
+                batches.append(batch.rows(part, [programs[row] for row in part]))
+    finally:  # after an error too: no program outlives its episode
+        pool.shutdown(cancel_futures=True)
+        for sandbox in sandboxes.values():
+            sandbox.close()
+
+
+def take_ready(batches: list[Batch]) -> Batch:
+    """Remove and return the first batch whose programs have all ended. Waits until there is one."""
+    while True:
+        running = {program for batch in batches for program in batch.programs if not program.done()}
+        for i, batch in enumerate(batches):
+            if running.isdisjoint(batch.programs):
+                return batches.pop(i)
+        wait(running, return_when=FIRST_COMPLETED)
 
 
 if __name__ == "__main__":
-    from data import crop_turn, toy_questions
-
     policy, (question,) = load_policy("tiny"), toy_questions(1, seed=0, neutral_share=0)
     t = begin(question, encode_prompt(policy, question))
     look = crop_turn(" I need a closer look .", (0, 64, 64, 128))
     with Sandbox(question.image) as sandbox:
-        seen = sandbox.run(speak(policy, t, policy.encode(look, []).ids))
-    listen(policy, t, seen, policy.pictures(seen.images), Rules())
+        observation = sandbox.run(speak(policy, t, policy.encode(look, []).ids))
+    listen(policy, t, observation, policy.pictures(observation.images), Rules())
     for token, acted in zip(policy.tokenizer.convert_ids_to_tokens(t.ids), t.acted):
         print("policy" if acted else "world ", token)

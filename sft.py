@@ -28,8 +28,8 @@ import torch
 from tqdm import tqdm
 
 from data import Demonstration, Sample, demonstrations
-from grpo import Row, apply_gradient, group_row, level, log_probs
-from kit.processes import gathered
+from grpo import Row, apply_gradient, blank_row, group_row, log_probs
+from kit.processes import gathered, level
 from kit.qwen import Policy
 from kit.schemas import plain_question
 from kit.tables import Lazy, read_image, read_rows
@@ -91,7 +91,7 @@ def mean_logp(policy: Policy, batches: list[list[Row]], learn: bool) -> float:
     With `learn` the gradients of minus that mean are added to the weights' .grad."""
     tokens = sum(gathered(sum(len(row.labels) for batch in batches for row in batch)))
     total = 0.0
-    for batch in level(policy, batches):
+    for batch in level(policy, batches, blank_row):
         with torch.set_grad_enabled(learn):
             logp, _ = log_probs(policy, batch)
             if learn:

@@ -1,17 +1,21 @@
 """
 processes.py: several processes: each plays its own questions, and they meet in the gradient.
 
-Concept     Several processes: each plays its own questions, and they meet in the gradient.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     A process plays with a whole copy of the policy, the actor, and learns with its part of
+            the weights. The loss is a sum over tokens and gradients are added up, so that nothing
+            else needs to know how many processes there are. What two processes learn is what one
+            alone learns, to the last bit (see `parts`).
+Paper       nothing: how many GPUs train is not part of the method
+In          a Policy, and lists of which every process takes its share
+Out         a policy cut over the processes, its actor, and values of all processes
+Left out    tensor and pipeline parallelism
+Read next   grpo.py (what is learnt together), folder.py (how processes wait for each other)
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -51,17 +55,35 @@ def merged(shares: list[list]) -> list:
 
 
 def parts(items: list) -> list[list]:
-    """What may share a micro-batch. A process among several has one part, its share. One process
-    alone has two, the shares that two processes would have: so it sums in the same order as they
-    do. Another order of floats changes the last bit, and hundreds of steps make that visible."""
+    """The shares of a batch that micro-batches may not mix. They keep a promise: two processes
+    learn what one learns, to the last bit. A sum of floats depends on its order. Another order
+    changes the last bit, and over hundreds of steps that becomes visible. So one process that is
+    alone adds up as two would: first the share of the one, then that of the other. A process among
+    several has its own share only. (The promise holds while a share is one micro-batch. With more
+    of them the sums are nested in another way, and agree up to rounding.)"""
     return [items[0::2], items[1::2]] if processes()[1] == 1 else [items]
+
+
+def level(policy: Policy, batches: list[list], blank_row: Callable[[Policy], object]) -> list[list]:
+    """The same number of micro-batches (lists of rows) for every process, each with a picture in
+    it. Layers are fetched by all processes together. A process that made fewer passes, or left the
+    vision tower out where others need it, would leave them waiting for ever. What is missing is
+    made up by blank_row(policy): a row with a picture, and nothing to learn."""
+    if policy.sharded is None:
+        return batches
+    blank = blank_row(policy)
+    with_picture = [b if any(row.pictures for row in b) else [*b, blank] for b in batches]
+    return with_picture + [[blank]] * (max(gathered(len(batches))) - len(batches))
 
 
 def shard(policy: Policy, log_probs: nn.Module) -> None:
     """Cut weights, gradients and optimiser state evenly over the processes (FSDP2; ZeRO-3). Every
-    layer is fetched as a whole when its turn comes. Lambdas stay fp32: at a learning rate of 1e-6
-    a bf16 weight would never move. On a GPU they are fetched, and compute, in bf16; gradients are
-    added up in fp32. One process on a CPU has nothing to cut and is left as it is."""
+    layer is fetched as a whole when its turn comes. log_probs: the module whose forward pass uses
+    the policy's model; its calls fetch what belongs to no layer.
+
+    Weights stay fp32: at a learning rate of 1e-6 a bf16 weight would never move. On a GPU they are
+    fetched, and compute, in bf16; gradients are added up in fp32. One process on a CPU has nothing
+    to cut, and its policy is left as it is."""
     kind, n = policy.device.type, processes()[1]
     if n == 1 and kind == "cpu":
         return
@@ -75,10 +97,9 @@ def shard(policy: Policy, log_probs: nn.Module) -> None:
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     policy.sharded = log_probs
-    inner = policy.model.model
-    for module in (*inner.visual.blocks, *inner.language_model.layers, policy.sharded):
+    for module in (*policy.layers, log_probs):
         fully_shard(module, **how)
-        module.set_gradient_divide_factor(1.0)  # a sum over processes: see `learn`
+        module.set_gradient_divide_factor(1.0)  # a sum over processes, not their mean
         module.set_force_sum_reduction_for_comms(True)
 
 
@@ -90,10 +111,12 @@ def actor_of(policy: Policy) -> Policy:
         return policy
     dtype = torch.float32 if kind == "cpu" else torch.bfloat16
     # deepcopy takes what its memo holds already: no second copy in fp32, and buffers stay fp32.
-    memo = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
-            for p in policy.model.parameters()}  # fmt: skip
+    copies = {
+        id(p): nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
+        for p in policy.model.parameters()
+    }
     actor = copy.copy(policy)
-    actor.model = copy.deepcopy(policy.model, memo)
+    actor.model = copy.deepcopy(policy.model, copies)
     return actor
 
 
@@ -106,4 +129,5 @@ def sync(policy: Policy, actor: Policy) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
+    """The full tensor on every process; a tensor that is not cut comes back as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,16 +1,22 @@
 """
 qwen.py: what is Qwen2.5-VL's alone: pictures, pads, positions, forbidden tokens, loading.
 
-Concept     What is Qwen2.5-VL's alone: pictures, pads, positions, forbidden tokens, loading.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     A Policy is a model with its tokenizer and its image processor. All that is peculiar to
+            Qwen2.5-VL stands here, and nothing of the game: the game's tags are an argument.
+            Another model is another such file. It must offer `load`, `freeze_vision` and a Policy
+            with the same methods and the same fields (the model's own classes are Hugging Face's).
+Paper       nothing: CodeV starts from Qwen2.5-VL-7B-Instruct
+In          a checkpoint folder or a hub name
+Out         a Policy
+Left out    videos; other models, which `load` refuses
+Read next   rollout.py (the game that a Policy plays), processes.py (one Policy, many processes)
+
+Shapes      B rows   L slots of a row   P patches of a picture
 """
 
 from __future__ import annotations
 
+import os
 import re
 from hashlib import sha256
 from pathlib import Path
@@ -19,13 +25,15 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
+
+ImageProcessor = image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil
 
 
 class Picture(NamedTuple):
-    """One image as the model takes it, a film of 2 equal frames; P is the product of its grid."""
+    """One image as the model takes it: a film of 2 equal frames. P is the product of its grid."""
 
     pixels: Tensor  # [P, channels * 2 * patch * patch]
     grid: Tensor  # [3] time, rows and columns of patches
@@ -38,15 +46,13 @@ class Encoded(NamedTuple):
     pictures: list[Picture]
 
 
-# The policy
-
-
 class Policy:
-    """A vision-language model with its tokenizer and image processor: pi_theta."""
+    """A vision-language model with its tokenizer and image processor: pi_theta. tags: the words of
+    the game that stand in angle brackets, and whether the policy may write them."""
 
-    sharded: nn.Module | None = None  # grpo.shard puts one here when several processes share it
+    sharded: nn.Module | None = None  # processes.shard puts one here when several share the policy
 
-    def __init__(self, model: nn.Module, tokenizer, image_processor, tags: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, tokenizer, image_processor, tags: dict[str, bool]) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
         vocabulary = tokenizer.get_vocab()
         for token in ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>"):
@@ -56,31 +62,40 @@ class Policy:
             raise ValueError(f"<|image_pad|> is token {pad}, but the model's is {own}: not a pair")
         self.image_id, self.end_id = pad, vocabulary["<|im_end|>"]
         self.pad_id = tokenizer.pad_token_id
-        # The policy must not sample control tokens, which would forge a turn or an image (only the
-        # end of its own message), nor ids beyond the tokenizer's: the embedding has spare rows.
-        tags = [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]
+        # The policy must not sample control tokens, which would forge a turn or an image (it may
+        # end its own message), nor ids beyond the tokenizer's: the embedding has spare rows.
+        marks = {f"<{slash}{tag}>": may for tag, may in tags.items() for slash in ("", "/")}
         added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
-        may_say = {tag for tag in tags if "sandbox" not in tag} | {"<|im_end|>"}
-        control = {id for token, id in added.items() if token not in may_say}
-        V = model.config.text_config.vocab_size
-        self.forbidden = sorted(control | set(range(len(tokenizer), V)))
+        may_write = marks | {"<|im_end|>": True}
+        control = {id for token, id in added.items() if not may_write.get(token)}
+        spare = range(len(tokenizer), model.config.text_config.vocab_size)
+        self.forbidden = sorted({*control, *spare})
         if self.pad_id not in self.forbidden:
             raise ValueError(f"the pad token {tokenizer.pad_token!r} must be a control token")
         # Text from elsewhere may hold no control token and no tag, however it is tokenised.
-        longest_first = sorted({*added, *tags}, key=len, reverse=True)
+        longest_first = sorted({*added, *marks}, key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, longest_first)))
-        self.may_end = torch.zeros(V, dtype=torch.bool)  # [V] can this token close a turn?
-        self.may_end[[id for token, id in vocabulary.items() if ">" in token]] = True
-        self.may_end[self.forbidden] = False
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The parts of the model that `processes.shard` cuts one by one."""
+        inner = self.model.model
+        return [*inner.visual.blocks, *inner.language_model.layers]
+
     def neutralise(self, text: str) -> str:
         """Break every control token and tag in text that the policy did not write, so that a log
         cannot forge a turn, an image or an answer: "<|im_end|>" becomes "‹|im_end|>"."""
         return self._reserved.sub(lambda match: "‹" + match[0][1:], text)
+
+    def user_turn(self, text: str, closed: bool) -> str:
+        """A message of the user behind the policy's, and the header of the reply to it. closed:
+        the policy has ended its message itself, so that we need not."""
+        end = "" if closed else "<|im_end|>"
+        return f"{end}\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
     def pictures(self, images: list[Image.Image]) -> list[Picture]:
         """The pixel budget is the image processor's: one place, for acting, learning, lengths."""
@@ -97,7 +112,7 @@ class Policy:
         return Picture(torch.empty(0), torch.tensor([1, 1, patches]))
 
     def encode(self, text: str, pictures: list[Picture]) -> Encoded:
-        """Tokens of trusted text; its i-th <|image_pad|> becomes as many pads as picture i has
+        """Tokens of trusted text. Its i-th <|image_pad|> becomes as many pads as picture i has
         visual tokens."""
         parts, merge = text.split("<|image_pad|>"), self.image_processor.merge_size**2
         if len(parts) != len(pictures) + 1:
@@ -131,16 +146,50 @@ class Policy:
         pixels, grids = torch.cat(pixels).to(self.device), torch.stack(grids).to(self.device)
         return {"pixel_values": pixels, "image_grid_thw": grids}
 
+    def generate(self, max_new_tokens: int, **inputs) -> Tensor:
+        """input_ids [B, L] and other arguments of a forward or of `generate` -> [B, L + new]: the
+        token of the highest score each time, so that a logits_processor can be the sampler. Pads
+        stand behind a row that stopped early.
+
+        `generate` fills what a GenerationConfig leaves open from the model's own, and released
+        checkpoints carry near-greedy values and a repetition penalty there. So for the while the
+        model has none of its own; an export keeps the checkpoint's.
+        """
+        config = GenerationConfig(
+            suppress_tokens=self.forbidden,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=self.pad_id,
+            eos_token_id=self.end_id,
+        )
+        own, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        ids = self.model.generate(generation_config=config, synced_gpus=False, **inputs)
+        self.model.generation_config = own
+        return ids
+
+    def rows_that_fit(self, length: int, budget_gb: float = 0.0) -> int:
+        """How many rows of `length` slots a KV cache of budget_gb has room for: keys and values of
+        every layer, 115 kB a slot for the 7B in fp32. 0: 80 % of the memory that is free now."""
+        c = self.model.config.text_config
+        width = c.hidden_size // c.num_attention_heads * c.num_key_value_heads
+        slot = 2 * c.num_hidden_layers * width * self.model.dtype.itemsize
+        if budget_gb:
+            budget = budget_gb * 1e9
+        elif self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the last step has freed is free
+            budget = 0.8 * torch.cuda.mem_get_info(self.device)[0]
+        else:
+            budget = 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(budget // (slot * length))
+
     def version(self) -> str:
         """A hash of all that decides which tokens a prompt, with its pictures, becomes."""
         tokenizer = self.tokenizer.backend_tokenizer.to_str() + str(self.tokenizer.chat_template)
         return sha256((tokenizer + self.image_processor.to_json_string()).encode()).hexdigest()
 
     def save(self, folder: str | Path) -> None:
-        """A plain Hugging Face checkpoint: load_policy, transformers and others can read it."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        self.image_processor.save_pretrained(folder)
+        """A plain Hugging Face checkpoint, which `load`, transformers and others can read."""
+        for part in (self.model, self.tokenizer, self.image_processor):
+            part.save_pretrained(folder)
 
 
 def check_checkpoint(name: str | Path) -> None:
@@ -155,15 +204,17 @@ def check_checkpoint(name: str | Path) -> None:
 
 
 def load(
-    name: str | Path, tags: tuple[str, ...], device: str | torch.device = "cpu",
-    max_pixels: int | None = None, weights: bool = True,
-) -> Policy:  # fmt: skip
+    tags: dict[str, bool],
+    name: str | Path,
+    device: str | torch.device = "cpu",
+    max_pixels: int | None = None,
+    weights: bool = True,
+) -> Policy:
     """A folder or a hub name -> Policy. The tiny model and the 7B take the same path.
 
-    Lambdas are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
-    the budget of one image, prompt or observation; None keeps the checkpoint's own. It is set in
-    the image processor, which is saved with every export, and nowhere else. weights=False gives
-    the architecture alone, on the meta device: enough to count tokens and parameters.
+    Weights are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
+    the budget of one image, prompt or observation; None keeps the checkpoint's own. weights=False
+    gives the architecture alone, on the meta device: enough to count tokens and parameters.
     """
     check_checkpoint(name)
     try:
@@ -174,7 +225,7 @@ def load(
                 f"here are Qwen2.5-VL's: expected a checkpoint of type 'qwen2_5_vl'"
             )
         tokenizer = AutoTokenizer.from_pretrained(name)
-        image_processor = Qwen2VLImageProcessorPil.from_pretrained(name)
+        image_processor = ImageProcessor.from_pretrained(name)
         if weights:
             model, loading = Model.from_pretrained(
                 name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
@@ -197,7 +248,8 @@ def load(
     return Policy(model.to(device).eval(), tokenizer, image_processor, tags)
 
 
-def set_budget(image_processor: Qwen2VLImageProcessorPil, max_pixels: int) -> None:
+def set_budget(image_processor: ImageProcessor, max_pixels: int) -> None:
+    """The most pixels of an image. It is set here and nowhere else, and saved with every export."""
     token = (image_processor.patch_size * image_processor.merge_size) ** 2  # pixels
     if max_pixels < token:
         raise ValueError(

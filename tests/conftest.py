@@ -76,7 +76,7 @@ class _Force(LogitsProcessor):
 def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, list[torch.Tensor]]]:
     """Inside, the i-th rollout that `play` begins says scripts[i], turn by turn, through the real
     generate. Yields {id(trajectory): [raw logits [tokens, V] of each of its turns]}."""
-    original, heard, roles = rollout._generate, {}, {}
+    original, heard, roles = rollout.next_turn, {}, {}
 
     def forced(policy, batch, rules, tally):
         for t in batch.live:
@@ -88,18 +88,19 @@ def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, lis
 
         def with_logits(**inputs):
             inputs["generation_config"].output_logits = True
+            inputs["generation_config"].return_dict_in_generate = True
             inputs["logits_processor"] = LogitsProcessorList([_Force(start, rows)])
             output = generate(**inputs)
             for t, row, logits in zip(batch.live, rows, torch.stack(output.logits, 1)):
                 heard[id(t)].append(logits[: len(row)])
-            return output
+            return output.sequences
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(policy.model, "generate", with_logits)
             return original(policy, batch, rules, tally)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "_generate", forced)
+        patch.setattr(rollout, "next_turn", forced)
         yield heard
 
 

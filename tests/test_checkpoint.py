@@ -84,7 +84,7 @@ def test_the_group_row_has_the_gradient_of_one_row_each(standin, played):
 def test_a_turn_ends_at_its_tag_however_the_tokens_merge(standin, tail):
     words = "x = f(1)</code>" + tail + "never said"
     ids = standin.tokenizer(words, add_special_tokens=False)["input_ids"]
-    end = rollout.EndOfTurn(standin, start=0)
+    end = rollout.end_of_turn(standin.tokenizer)
     stopped = next(n for n in range(1, len(ids) + 1) if end(torch.tensor([ids[:n]]), None).item())
     said = standin.tokenizer.decode(ids[:stopped])
     assert "</code>" in said and "never" not in said

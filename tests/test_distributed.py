@@ -18,9 +18,9 @@ from conftest import SHORT as RED
 
 from beyond.tiny import tiny_policy
 from data import toy_questions
-from grpo import Objective, learn, level, log_probs, micro_batches
+from grpo import LogProbs, Objective, blank_row, learn, log_probs, micro_batches
 from kit.folder import Run
-from kit.processes import actor_of, gathered, mine, parts, processes, shard, sync, whole
+from kit.processes import actor_of, gathered, level, mine, parts, processes, shard, sync, whole
 from rollout import Trajectory, load_policy, play
 from sft import mean_logp, rows_of
 from train import Config
@@ -134,7 +134,7 @@ def work(out: Path) -> None:
     policy, reference = tiny_policy(seed=0), another(None)
     actor = actor_of(policy)
     policy.model.activation_checkpointing_enable()
-    shard(policy), shard(reference)
+    shard(policy, LogProbs(policy)), shard(reference, LogProbs(reference))
     sync(policy, actor)
     groups = union(actor)
     assert len(mine(groups)) == 2 and processes()[1] == 2
@@ -143,7 +143,8 @@ def work(out: Path) -> None:
     held = sum(p.to_local().numel() for p in policy.model.parameters())
     batch = rows_of(policy, groups[1])
     with torch.no_grad():
-        acted, scored = log_probs(actor, batch)[0], log_probs(policy, level(policy, [batch])[0])[0]
+        acted = log_probs(actor, batch)[0]
+        scored = log_probs(policy, level(policy, [batch], blank_row)[0])[0]
     resumed = saved_and_resumed(policy, actor, mine(groups), out.parent / "run")
     if processes()[0] == 0:
         torch.save((found, held, (acted - scored).abs().max().item(), resumed), out)
@@ -152,7 +153,7 @@ def work(out: Path) -> None:
 
 
 def saved_and_resumed(policy, actor, groups, folder):
-    """Lambdas after a step, a checkpoint and a step; and after the checkpoint and the same step
+    """Weights after a step, a checkpoint and a step; and after the checkpoint and the same step
     again. Exports the first."""
     run = Run(Config(out=str(folder), timeout=60))
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-2)

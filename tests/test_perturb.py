@@ -69,7 +69,7 @@ def speaking(reply):
         return said
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "_generate", generate)
+        patch.setattr(rollout, "next_turn", generate)
         yield
 
 

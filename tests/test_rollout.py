@@ -100,17 +100,17 @@ def test_alone_or_in_company_is_the_same(policy, samples, played):
 
 def test_a_wave_holds_whole_groups_within_its_memory(policy, samples, monkeypatch):
     sizes = []
-    generate = rollout._generate
+    generate = rollout.next_turn
 
     def counting(policy, batch, *rest):
         sizes.append(len(batch.ids))
         return generate(policy, batch, *rest)
 
-    monkeypatch.setattr(rollout, "_generate", counting)
+    monkeypatch.setattr(rollout, "next_turn", counting)
     # 2 (keys, values) * 2 layers * 1 head * 32 wide * 4 bytes a slot, 512 slots a row, 5 rows
     budget = 5.5 * 2 * 2 * 32 * 4 * 512 / 1e9
     rules = Rules(turns=1, max_new_tokens=2, max_length=512, kv_budget_gb=budget)
-    assert rollout.rows_that_fit(policy, rules) == 5
+    assert policy.rows_that_fit(rules.max_length, rules.kv_budget_gb) == 5
     groups = play(policy, samples[:3], 2, rules)
     assert sizes == [4, 2]
     assert [[t.sample.id for t in group] for group in groups] == [[s.id] * 2 for s in samples[:3]]
@@ -174,7 +174,7 @@ def test_dead_slots_are_squeezed_out_without_being_felt(policy, samples, monkeyp
 
 def test_rows_that_left_hold_no_memory(policy, samples, monkeypatch):
     """The cache of the first turn, with the rows that ended in it, is gone in the second."""
-    caches, alive, generate = [], [], rollout._generate
+    caches, alive, generate = [], [], rollout.next_turn
 
     def noting(policy, batch, *rest):
         caches.append(weakref.ref(batch.cache))
@@ -182,7 +182,7 @@ def test_rows_that_left_hold_no_memory(policy, samples, monkeypatch):
         alive.append([cache() is not None for cache in caches])
         return generate(policy, batch, *rest)
 
-    monkeypatch.setattr(rollout, "_generate", noting)
+    monkeypatch.setattr(rollout, "next_turn", noting)
     with scripted(policy, [[SHORT], [LOOK, SHORT]]):
         play(policy, samples[:1], 2, RULES)
     assert alive == [[True], [False, True]]
