@@ -41,26 +41,12 @@ from rewards import BoxJudge, ChatJudge, Judge, Reward, turn_score
 from rollout import Trajectory, Turn
 from sandbox import Observation
 
-LINE = {
-    "question": str,
-    "image": str,
-    "answer": (str, type(None)),
-    "correct": bool,
-    "steps": list,
-    "targets": list,
-    "kind": str,
-    "text": str,
-    "id": str,
-}
+NONE = type(None)
+LINE = {"question": str, "image": str, "answer": (str, NONE), "correct": bool, "steps": list,
+        "targets": list, "kind": str, "text": str, "id": str}  # fmt: skip
 REQUIRED = ("question", "image", "answer", "correct", "steps")
-STEP = {
-    "box": list,
-    "image": str,
-    "text": str,
-    "code": str,
-    "error": (str, type(None)),
-    "score": (int, float, type(None)),
-}
+STEP = {"box": list, "image": str, "text": str, "code": str, "error": (str, NONE),
+        "score": (int, float, NONE)}  # fmt: skip
 
 
 def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:

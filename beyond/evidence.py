@@ -26,20 +26,8 @@ from types import SimpleNamespace
 import torch
 
 from beyond.audit import kappa
-from faithfulness import (
-    DRAWS,
-    Answers,
-    Rate,
-    is_right,
-    listing,
-    means,
-    perturb,
-    perturbed,
-    plain_table,
-    question_of,
-    up_to,
-    waves,
-)
+from faithfulness import DRAWS, Answers, Rate, is_right, listing, means, perturb, perturbed
+from faithfulness import plain_table, question_of, up_to, waves
 from grpo import Objective, group_row, group_rows, log_probs
 from kit.qwen import Encoded, Policy
 from rewards import Judge, Lambdas, Reward, tapo
