@@ -1,11 +1,11 @@
 """
 chat.py: ask a served model one question, and get a value or None.
 
-Concept     A question is a system prompt and a message that may hold pictures. Any server answers
-            it that speaks OpenAI's /v1/chat/completions. A value is kept and never asked for again.
-            A failure gives None and is not kept.
+Concept     A question is a system prompt and a message that may hold pictures. Any server that
+            speaks OpenAI's /v1/chat/completions can answer it. A value is kept and not asked for
+            again. A failure gives None and is not kept.
 Paper       nothing: CodeV asks a served model to judge, and this is how a model is asked
-In          a server's address, a model's name; for each question a prompt, a message and a reader
+In          a server's address, a model's name; for each question a prompt, a message, a reader
 Out         what the reader makes of the reply, or None
 Left out    streaming, tools, conversations of several turns
 Read next   rewards.py (what a judge is asked)
@@ -35,16 +35,16 @@ T = TypeVar("T")
 
 ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^/@\s:?#\[\]]+)(:\d{1,5})?(/[^@\s?#]*)?")
 LARGEST_REPLY = 1 << 20  # bytes
-SHORTEST_SIDE = (
-    32  # pixels: servers refuse pictures below a patch, 28 (Qwen2.5-VL) or 32 (Qwen3-VL)
-)
+# Pixels. Servers refuse a picture below one patch: 28 for Qwen2.5-VL, 32 for Qwen3-VL.
+SHORTEST_SIDE = 32
 
 # What servers say with status 400, in small letters: no such parameter; no such model or key.
 NO_PARAMETER = re.compile(r"unsupported|n.t support|not permitted|unrecogni[sz]ed|unknown")
 NO_ACCESS = re.compile(
-    r"model.{0,200}?(not|n.t)[ _](exist|found)|(invalid|unknown|no such|not a valid) model|api.?key"
+    r"model.{0,200}?(not|n.t)[ _](exist|found)|"
+    r"(invalid|unknown|no such|not a valid) model|api.?key"
 )
-THOUGHT_BEGINS = re.compile(r"<think(ing)?>|\[think\]|◁think▷", re.I)
+THOUGHT_BEGINS = re.compile(r"<think(?:ing)?>|\[think\]|◁think▷", re.I)
 THOUGHT_ENDS = re.compile(r"</think(?:ing)?>|\[/think\]|◁/think▷", re.I)
 
 
@@ -52,12 +52,12 @@ THOUGHT_ENDS = re.compile(r"</think(?:ing)?>|\[/think\]|◁/think▷", re.I)
 class Chat:
     """One model behind an OpenAI-compatible server. Threads may share it.
 
-    The key that a server may want is the environment's JUDGE_API_KEY. It goes into one header, and
-    into no file, log or error. Proxies that the environment names are used.
+    The key that a server may want is the environment's JUDGE_API_KEY. It goes into one header,
+    and into no file, log or error. Proxies that the environment names are used.
 
     Tried again: a connection that fails, a reply that is late or no chat completion, and status
-    408, 409, 425, 429 and 5xx. A pause is as long as ours or the server's (Retry-After), whichever
-    is longer. If `patience` would end before the pause does, the question is given up.
+    408, 409, 425, 429 and 5xx. A pause is as long as ours or as the server asks (Retry-After),
+    whichever is longer. If `patience` ends before the pause does, the question is given up.
     Not tried again: any other status, a reply that was cut at the limit of tokens, and one that
     the reader refuses, because at temperature 0 the same request gives the same reply.
     Asked in another way, which is not counted: a server that refuses max_tokens is asked with
@@ -74,8 +74,8 @@ class Chat:
     wait: float = 1.0  # seconds of the first pause; each later one is twice the one before
     seconds: float = 60.0  # most for one try
     patience: float = 180.0  # seconds; most for all tries and pauses of one question
-    # Most tokens of a reply. A model that does not think stops long before, so the limit costs it
-    # nothing. One that thinks may need this many; within `seconds` they are 34 a second.
+    # Most tokens of a reply. A model that does not think stops long before, so the limit costs
+    # it nothing. One that thinks may need this many; within `seconds` they are 34 a second.
     max_tokens: int = 2048
 
     def __post_init__(self) -> None:
@@ -88,14 +88,15 @@ class Chat:
                 "that goes into the environment, as JUDGE_API_KEY, in ASCII and without spaces"
             )
         self.url = self.url.rstrip("/").removesuffix("/chat/completions")
+        hooks = {"request": [_begin], "response": [_read_whole]}
+        # None of what the environment says of another server (OPENAI_...) goes to this one.
+        names = ("OpenAI-Organization", "OpenAI-Project")
         self.client = openai.OpenAI(
             base_url=self.url,
-            api_key=self.key or "none",  # None would mean OPENAI_API_KEY, another server's
-            default_headers=dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.Omit()),
+            api_key=self.key or "none",
+            default_headers=dict.fromkeys(names, openai.Omit()),
             max_retries=0,  # its own tries do not know our patience
-            http_client=openai.DefaultHttpxClient(
-                event_hooks={"request": [_begin], "response": [_read_whole]}, follow_redirects=False
-            ),
+            http_client=openai.DefaultHttpxClient(event_hooks=hooks, follow_redirects=False),
         )
         self.options = {"temperature": 0, "max_tokens": self.max_tokens}
         self.seats, self.lock = threading.BoundedSemaphore(self.concurrency), threading.Lock()
@@ -114,8 +115,8 @@ class Chat:
 
         content  a text, or a list of `text_part` and `picture_part`
         read     text of the reply -> a value, kept as JSON (a tuple comes back as a list) and
-                 never None. Raises ValueError for a reply of no use. A question that was kept is
-                 not read again: it should always have the same reader.
+                 never None. Raises ValueError for a reply of no use. What was kept is not read
+                 again, so a question should always have the same reader.
 
         Raises RuntimeError if the server, before any reply, refuses our key, address or model.
         """
@@ -167,8 +168,8 @@ class Chat:
                 self.last_problem, again = str(error), "temperature" not in options
             if refused and not self.heard:
                 raise RuntimeError(
-                    f"{self.url} answers with {self.last_problem}: check this address, the model's "
-                    f"name, {self.model}, and the key in JUDGE_API_KEY"
+                    f"{self.url} answers with {self.last_problem}: check this address, the "
+                    f"model's name, {self.model}, and the key in JUDGE_API_KEY"
                 )
             tries, pause = tries + 1, max(pause, after)
             if not again or tries >= self.attempts or time.monotonic() + pause >= end:
@@ -177,7 +178,7 @@ class Chat:
             pause *= 2
 
     def _post(self, messages: list[dict], options: dict, end: float) -> str:
-        """Text of the reply. ConnectionError: no chat completion; ValueError: one that was cut."""
+        """Text of the reply. ConnectionError: no chat completion. ValueError: it was cut."""
         reply = self.client.chat.completions.with_raw_response.create(
             model=self.model,
             messages=messages,
@@ -200,7 +201,7 @@ def _begin(request) -> None:
 
 
 def _read_whole(response) -> None:
-    """Read a body within the time of a try. The client's own limit begins anew at each piece."""
+    """Read a body within the time of a try. The client's limit begins anew at each piece."""
     import httpx2
 
     body = b""
@@ -217,8 +218,10 @@ def simplified(options: dict, refusal: str) -> dict:
     named = re.search("|".join(options), refusal)  # the first: others may be there as advice
     if not named or not NO_PARAMETER.search(refusal):
         return options
-    newer = {"max_completion_tokens": options["max_tokens"]} if named[0] == "max_tokens" else {}
-    return {name: value for name, value in options.items() if name != named[0]} | newer
+    left = {name: value for name, value in options.items() if name != named[0]}
+    if named[0] == "max_tokens":
+        left["max_completion_tokens"] = options["max_tokens"]
+    return left
 
 
 def seconds_asked_for(headers) -> float:
@@ -234,17 +237,17 @@ def seconds_asked_for(headers) -> float:
 
 
 def json_object(text: str) -> dict:
-    """The last JSON object of a reply: after any thought, perhaps in a code fence or among words.
+    """The last JSON object of a reply: after any thought, be it in a code fence or among words.
     Raises ValueError if there is none, or one with a field twice, or several that differ.
 
     >>> json_object('<think>{"score": 1}?</think> So: {"score": 0}')
     {'score': 0}
     """
     said = THOUGHT_BEGINS.split(THOUGHT_ENDS.split(text)[-1])[0]
-    found, at = {}, 0
+    decoder, found, at = json.JSONDecoder(object_pairs_hook=_fields), {}, 0
     try:
         while start := re.compile(r'\{\s*"').search(said, at):
-            value, at = json.JSONDecoder(object_pairs_hook=_fields).raw_decode(said, start.start())
+            value, at = decoder.raw_decode(said, start.start())
             found[json.dumps(value, sort_keys=True)] = value
         (value,) = found.values()
         return value
@@ -264,8 +267,8 @@ def text_part(text: str) -> dict:
 
 
 def picture_part(image: Image.Image, longest: int = 2048) -> dict:
-    """A picture as a JPEG with no side above `longest` pixels and none below SHORTEST_SIDE. Only a
-    picture that is too thin for both changes its shape."""
+    """A picture as a JPEG, with no side above `longest` pixels and none below SHORTEST_SIDE.
+    Only a picture that is too thin for both changes its shape."""
     scale = min(longest / max(image.size), max(1.0, SHORTEST_SIDE / min(image.size)))
     size = tuple(max(SHORTEST_SIDE, round(side * scale)) for side in image.size)
     buffer = io.BytesIO()
