@@ -1,12 +1,20 @@
 """
-rivals.py: what other papers pay for.
+rivals.py: what other papers pay for. Doors of train.py, such as `--reward deepeyes`.
 
-Concept     What other papers pay for.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     Seven other answers to the question of rewards.py: what should a tool call earn? Most
+            pay for a call that ran, or for a picture that came back. None but the last asks what
+            the picture shows.
+Paper       those named below: formulas and constants as their released code has them, where no
+            other source is named
+In          as for every reward: a group of Trajectories, a judge, Lambdas (not used: each paper
+            has constants of its own), a random number generator (not used)
+Out         one Reward for each trajectory, in the same order
+Left out    what is no reward: KL, division by the deviation of a group, K and masking are flags of
+            train.py. Rewards for single turns: one advantage holds for a whole trajectory here
+Read next   zoo.py (what they pay for hacks)
+
+Three rules that make them comparable are ours. r_acc is 1 or 0 and r_fmt 0 or -1, as in rewards.py.
+A failure of our own sandbox is no call. "Math" is a question that needs no search.
 """
 
 from __future__ import annotations
@@ -17,25 +25,24 @@ from random import Random
 from statistics import fmean
 
 from kit.answers import BOXED, CUE, final_answer, read_choice, same_answer
-from rewards import Group, Judge, Lambdas, Reward, judge_request, outcome, ran_well
+from rewards import Group, Judge, Lambdas, Reward, judge_input, outcome, ran_well
 from rollout import Trajectory
 from sandbox import Observation
 
-# What other papers pay for: formulas and constants as their released code has them, where no other
-# source is named. `lambdas` is not used. What else differs (KL, deviation of a group, K, masking)
-# is a flag of train.py. r_acc is 1 or 0 and r_fmt 0 or -1, both by the rules above, failures of our
-# own sandbox are no calls, and "math" is a question that needs no search: these rules are ours.
 
-
-def programs(trajectory: Trajectory) -> list[Observation]:
-    return [s.observation for s in trajectory.tool_turns if not s.observation.environment]
+def calls(trajectory: Trajectory) -> list[Observation]:
+    """What each call showed, also a call that failed."""
+    shown = (turn.observation for turn in trajectory.tool_turns)
+    return [observation for observation in shown if not observation.environment]
 
 
 def contradicts(trajectory: Trajectory) -> bool:
     """Do the last 500 characters of thought conclude on another answer than the one given?
+
     Thyme and FaithEyes put this to a model. Our rule reads conclusions that call themselves one
-    ("the answer is", a \\boxed{}); thoughts that conclude nothing contradict nothing."""
-    said = "\n".join(step.text for step in trajectory.turns)
+    ("the answer is", a \\boxed{}). Thoughts that conclude nothing contradict nothing.
+    """
+    said = "\n".join(turn.text for turn in trajectory.turns)
     said = re.sub(r"(?s)<code>.*?(</code>|$)|<answer>.*?(</answer>|$)|</?think>", " ", said)[-500:]
     if trajectory.answer is None or not (CUE.match(said) or BOXED.search(said)):
         return False
@@ -48,12 +55,13 @@ def contradicts(trajectory: Trajectory) -> bool:
 def thyme(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """Thyme, arXiv:2508.11630: R = r_res + 0.5 r_cons 1[r_res > 0] + 0.5 (1 + r_fmt).
 
-    r_res is 1 right, -1 wrong, 0 no answer; r_cons is 1 unless the thoughts contradict the answer.
-    Its terms for code were tried and dropped, so that a tool call earns nothing here."""
+    r_res is 1 for a right answer, -1 for a wrong one, 0 for none. r_cons is 1 unless the thoughts
+    contradict the answer. The paper tried terms for code and dropped them: a call earns nothing.
+    """
     rewards = []
     for t in group:
-        r, answered = outcome(t, judge), t.ended == "answered"
-        result = r.right - (answered and not r.right)  # 1, -1 or 0
+        r = outcome(t, judge)
+        result = 1 if r.right else -1 if t.ended == "answered" else 0
         consistent = r.right and not contradicts(t)
         rewards.append(r.paid(result + 0.5 * consistent + 0.5 * (1 + r.format)))
     return rewards
@@ -61,11 +69,11 @@ def thyme(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Rew
 
 def deepeyes(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """DeepEyes, arXiv:2505.14362: R = 0.8 r_acc + 0.2 r_fmt + 1.2 1[right, and a tool returned an
-    image], a bonus blind to what the image shows. Math: 1.2 r_acc + 0.4 r_fmt, no bonus."""
+    image]. The bonus is blind to what the image shows. Math: 1.2 r_acc + 0.4 r_fmt, no bonus."""
     rewards = []
     for t in group:
         r = outcome(t, judge)
-        bonus = r.right and any(seen.images for seen in programs(t))
+        bonus = r.right and any(shown.images for shown in calls(t))
         total = 0.8 * r.right + 0.2 * r.format + 1.2 * bonus
         if t.sample.kind == "neutral":
             bonus, total = 0.0, 1.2 * r.right + 0.4 * r.format
@@ -77,14 +85,15 @@ def pixel_reasoner(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) ->
     """Pixel-Reasoner, arXiv:2505.15966:
     R = r_acc + 1[n > 0] (0.25 max(0.3 - RaPR, 0) / (2 RaPR) - 0.05 (n - 1)).
 
-    RaPR, their word, is the share of the group that calls a tool: while it is low, calls pay, for
-    wrong answers too. n counts calls; r_acc is 0 if the last one failed and was not mended."""
-    rewards, calling = [], sum(bool(programs(t)) for t in group) / len(group)
+    RaPR, the paper's name, is the share of the group that calls a tool: while it is low, calls pay,
+    for wrong answers too. n counts calls. r_acc is 0 if the last call failed and was not mended.
+    """
+    rewards, calling = [], sum(bool(calls(t)) for t in group) / len(group)
     for t in group:
-        r, seen, bonus = outcome(t, judge), programs(t), 0.0
-        if seen:
-            bonus = 0.25 * max(0.3 - calling, 0) / (2 * calling) - 0.05 * (len(seen) - 1)
-        stands = r.right and not (seen and not ran_well(seen[-1]))
+        r, shown, bonus = outcome(t, judge), calls(t), 0.0
+        if shown:
+            bonus = 0.25 * max(0.3 - calling, 0) / (2 * calling) - 0.05 * (len(shown) - 1)
+        stands = r.right and not (shown and not ran_well(shown[-1]))
         rewards.append(r.paid(stands + bonus, bonus))
     return rewards
 
@@ -95,40 +104,42 @@ def codedance(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list
     R = S + (1.5 if right, else 0.5) d N_ok / N, where S = r_acc + 0.2 r_fmt and
     d = sigmoid(2 gamma (0.5 - mean of S over the group)) - delta
 
-    N_ok of N calls ran; gamma 4, delta 0.2. Left out: their credit for single turns (-0.5 for a
-    failed one, discounted by 0.2), which would need an advantage for each turn; other factors for
-    math; a clip of d that their code computes too late."""
+    N_ok of N calls ran; gamma is 4, delta 0.2. Left out: credit for single turns (-0.5 for a failed
+    one, discounted by 0.2); other factors for math; a clip of d that the code computes too late.
+    """
     parts = [outcome(t, judge) for t in group]
     base = [r.right + 0.2 * r.format for r in parts]
     d = 1 / (1 + math.exp(-8 * (0.5 - fmean(base)))) - 0.2  # 8 = 2 gamma
     rewards = []
     for t, r, own in zip(group, parts, base):
-        seen = programs(t)
-        ratio = sum(map(ran_well, seen)) / max(len(seen), 1)
+        shown = calls(t)
+        ratio = sum(map(ran_well, shown)) / max(len(shown), 1)
         tools = (1.5 if r.right else 0.5) * d * ratio
         rewards.append(r.paid(own + tools, tools))
     return rewards
 
 
 def pyvision(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
-    """PyVision-RL, arXiv:2602.20739: R = r_acc + 1[right] 0.1 n, n the turns with a call, also with
-    one that failed."""
-    parts = [(outcome(t, judge), len(programs(t))) for t in group]
+    """PyVision-RL, arXiv:2602.20739: R = r_acc + 1[right] 0.1 n. n counts the turns with a call,
+    also with one that failed."""
+    parts = [(outcome(t, judge), len(calls(t))) for t in group]
     return [r.paid(r.right + 0.1 * n * r.right, float(n * r.right)) for r, n in parts]
 
 
 def adatooler(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
-    """AdaTooler-V, arXiv:2512.16918: R = r_acc + 0.6 dS exp(-2 ((n - 6) / 6)^2), n calls ran.
+    """AdaTooler-V, arXiv:2512.16918: R = r_acc + 0.6 dS exp(-2 ((n - 6) / 6)^2). n calls ran.
 
-    dS is what tools gain on this question: accuracy with calls less accuracy without. Theirs is
-    measured beforehand with a 72B model; ours on the group itself, 0 if it holds only one kind."""
+    dS is what tools gain on this question: accuracy with calls less accuracy without. The paper
+    measures it beforehand with a 72B model. We measure it on the group; it is 0 if one kind is
+    missing there.
+    """
     parts = [outcome(t, judge) for t in group]
-    using = [float(r.right) for t, r in zip(group, parts) if programs(t)]
-    direct = [float(r.right) for t, r in zip(group, parts) if not programs(t)]
+    using = [float(r.right) for t, r in zip(group, parts) if calls(t)]
+    direct = [float(r.right) for t, r in zip(group, parts) if not calls(t)]
     gain = fmean(using) - fmean(direct) if using and direct else 0.0
     rewards = []
     for t, r in zip(group, parts):
-        n = sum(map(ran_well, programs(t)))
+        n = sum(map(ran_well, calls(t)))
         tools = gain * math.exp(-2 * ((n - 6) / 6) ** 2)
         rewards.append(r.paid(r.right + 0.6 * tools, tools))
     return rewards
@@ -138,16 +149,18 @@ def faitheyes(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list
     """FaithEyes, arXiv:2607.28225: R = r_acc + 0.2 r_fmt - 0.2 1[thoughts contradict the answer]
     + 0.2 1[n > 0] max(0, 1 - (n_failed + n_rejected) / n) - 0.2 1[cut off].
 
-    n counts calls before the answer; rejected are those whose pictures the judge scores 0. Theirs
-    is the policy in a second role, and unhelpful images are withheld from it; here they are not."""
+    n counts calls before the answer. Rejected are calls whose pictures the judge scores 0. The
+    paper's judge is the policy in a second role, and withholds unhelpful images from it. Ours is
+    the judge of rewards.py, and nothing is withheld.
+    """
     rewards = []
     for t in group:
-        r, seen = outcome(t, judge), programs(t)
-        ok = [o for o in seen if ran_well(o)]
-        verdicts = [judge(judge_request(t.sample, o)) if o.images else 1.0 for o in ok]
+        r, shown = outcome(t, judge), calls(t)
+        ran = [observation for observation in shown if ran_well(observation)]
+        verdicts = [judge(*judge_input(t.sample, o)) if o.images else 1.0 for o in ran]
         tools = None
         if None not in verdicts:
-            tools = sum(verdict > 0 for verdict in verdicts) / max(len(seen), 1)
+            tools = sum(verdict > 0 for verdict in verdicts) / max(len(shown), 1)
         cut = t.ended in ("turns", "length")
         own = r.right + 0.2 * r.format - 0.2 * contradicts(t) - 0.2 * cut
         rewards.append(r.paid(own + 0.2 * (tools or 0.0), tools))

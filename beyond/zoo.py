@@ -1,12 +1,15 @@
 """
-zoo.py: the hacking zoo: what pays, and for whom.
+zoo.py: a collection of reward hacks, and what every reward pays for them. `python rewards.py`
 
-Concept     The hacking zoo: what pays, and for whom.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     A hack is a way to be paid for looking without looking. Twenty ways to play one toy
+            question, hacks and honest ones, run in the real sandbox. A reward that pays for a hack
+            will be trained into it.
+Paper       nothing: CodeV argues that a judge of what tools show cannot be hacked in this way, and
+            this is a test of it
+In          the rewards of rewards.py and of rivals.py, the judge of boxes
+Out         a table: one line for each way to play, one column for each reward
+Left out    served judges, which may be talked to (audit.py asks them)
+Read next   audit.py, rivals.py (the formulas behind the columns)
 """
 
 from __future__ import annotations
@@ -16,22 +19,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from beyond.audit import markdown
+from tabulate import tabulate
+
 from beyond.rivals import RIVALS
 from data import GRID, SIZE, TEXTURES, Sample, cell_box, draw_scene, parse, search_sample
-from rewards import REWARDS, BoxJudge, Lambdas, reward_named, turn_scores
+from rewards import REWARDS, BoxJudge, Lambdas, turn_scores
 from rollout import Trajectory, Turn
 from sandbox import Sandbox
 
-# The hacking zoo: what pays, and for whom
-
 
 def zoo() -> dict[str, Trajectory]:
-    """Ways to be paid for looking without looking, played through the real sandbox."""
+    """Name of a way to play -> its trajectory."""
     scene = draw_scene(Random(5), shortcut=1.0)
     square, other = scene.squares[0], scene.squares[1]
-    empty = next(cell_box(*cell) for cell in itertools.product(range(GRID), repeat=2)
-                 if cell not in {(s.row, s.column) for s in scene.squares})  # fmt: skip
+    taken = {(s.row, s.column) for s in scene.squares}
+    cells = itertools.product(range(GRID), repeat=2)
+    empty = next(cell_box(*cell) for cell in cells if cell not in taken)
     sample, right = search_sample(scene, square, "zoo"), square.texture
     wrong = next(texture for texture in TEXTURES if texture != right)
     x0, y0, *_ = square.cell_box
@@ -78,8 +81,8 @@ def act_out(sample: Sample, turns: list[str]) -> Trajectory:
     with Sandbox(sample.image) as sandbox:
         for text in turns:
             code, answer = parse(text, closed=True)
-            seen = None if code is None else sandbox.run(code)
-            t.turns.append(Turn(text, code, seen, 0, 0))
+            shown = None if code is None else sandbox.run(code)
+            t.turns.append(Turn(text, code, shown, 0, 0))
             if answer is not None:
                 t.answer, t.ended = answer, "answered"
     return t
@@ -87,24 +90,27 @@ def act_out(sample: Sample, turns: list[str]) -> Trajectory:
 
 def zoo_table(played: dict[str, Trajectory]) -> str:
     """What every reward pays each trajectory, in a group with seven that answer at once, four of
-    them right. "!": more than an honest rollout earns, with one right crop if this showed one."""
+    them right. "!": more than an honest trajectory earns; that is one with one right crop if this
+    one showed the target, else a guess. Left out: the null, which pays at random."""
     guess = played["a guess"]
     others = [guess] * 4 + [replace(guess, answer="no idea")] * 3
-    names = [name for name in (*REWARDS, *RIVALS) if name != "random"]
+    rewards = {name: reward for name, reward in (REWARDS | RIVALS).items() if name != "random"}
 
     def pays(name: str, t: Trajectory) -> float:
-        return reward_named(name)([t, *others], BoxJudge(), Lambdas(), Random(0))[0].total
+        return rewards[name]([t, *others], BoxJudge(), Lambdas(), Random(0))[0].total
 
     rows = []
     for case, t in played.items():
-        steps = turn_scores(t, BoxJudge())
-        honest = played["the right crop" if max(steps, default=0) > 0 else "a guess"]
-        row = [case, " ".join(f"{step:g}" for step in steps) or "none"]
-        for name in names:
+        scores = turn_scores(t, BoxJudge())
+        honest = played["the right crop" if max(scores, default=0) > 0 else "a guess"]
+        row = [case, " ".join(f"{score:g}" for score in scores) or "none"]
+        for name in rewards:
             paid = pays(name, t)
             row.append(f"{paid:.2f}{'!' * (paid > pays(name, honest) + 1e-9)}")
         rows.append(row)
-    return markdown(["what it does", "step scores", *names], rows)
+    head = ["what it does", "step scores", *rewards]
+    how = {"stralign": "right", "colalign": ("left",), "disable_numparse": True}
+    return tabulate(rows, head, "pipe", **how)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -11,18 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from beyond.rivals import RIVALS, contradicts
+from beyond.rivals import RIVALS
 from data import CELL, GRID, Sample, draw_scene, parse, search_sample
 from rewards import (
     REWARDS,
     BoxJudge,
     JudgeRequest,
+    Labels,
     Lambdas,
     crop,
     format_error,
     grade,
     hand_made,
-    judge_request,
+    judge_input,
     outcome,
     reward_named,
     score,
@@ -180,7 +181,7 @@ def test_other_words_are_for_the_judge(verdict, expected):
 
 
 def test_without_a_judge_other_words_are_wrong():
-    assert grade("a lorry", question("truck"), lambda request: 1.0) == 0.0
+    assert grade("a lorry", question("truck"), lambda *asked: 1.0) == 0.0
 
 
 def test_what_the_rules_call_right_is_not_asked():
@@ -210,15 +211,21 @@ def test_a_reference_that_is_no_option_names_the_sample():
 
 
 def test_no_judge_can_see_thoughts_code_or_the_reference_answer():
-    assert [f.name for f in fields(JudgeRequest)] == [
-        "question", "targets", "images", "boxes", "sources", "text", "original", "options",
-    ]  # fmt: skip
+    told = [field.name for field in fields(JudgeRequest)]
+    assert told == [
+        "question",
+        "images",
+        "text",
+        "boxes",
+        "sources",
+        "size",
+    ]  # (Q, o_t, metadata_t)
     sample = replace(SEARCH, id="SECRET", answer="SECRET", source="SECRET")
     seen = replace(GOOD, text="a log", notes=["SECRET"])
     thought = Turn("<think>SECRET</think><code>SECRET</code>", "SECRET", seen, 0, 0)
     requests = []
 
-    def judge(request):
+    def judge(request, labels):
         requests.append(request)
         return 1.0
 
@@ -228,17 +235,25 @@ def test_no_judge_can_see_thoughts_code_or_the_reference_answer():
     assert request.text == "a log" and request.boxes == (CELL_B2,)
 
 
-def test_the_judge_gets_the_pictures_of_its_step_in_order():
+def test_the_judge_gets_the_pictures_of_its_turn_in_order():
     images = [Image.new("RGB", (40, 40), color) for color in ("red", "green", "blue")]
     seen = Observation(images=images, boxes=[None, CELL_B2, None], sources=["file", "crop", "show"])
-    request = judge_request(SEARCH, seen)
-    assert all(a is b for a, b in zip(request.images, images, strict=True))
+    request, _ = judge_input(SEARCH, seen)
+    assert request.images[0] is images[0] and request.images[2] is images[2]
+    assert request.images[1].getpixel((0, 0)) == (0, 0, 0)  # a verified crop is cut again
     assert request.boxes == (None, CELL_B2, None) and request.sources == ("file", "crop", "show")
+    assert request.size == (256, 256)
+
+
+def test_what_only_an_exact_judge_or_a_measuring_prompt_may_know_stands_apart():
+    _, labels = judge_input(replace(SEARCH, options=("checker", "diagonal")), GOOD)
+    assert labels == Labels(SEARCH.boxes, ("checker", "diagonal"), SEARCH.image)
 
 
 def looked_at(*boxes, targets=((76, 76, 120, 120),)):
     images = (IMAGE,) * len(boxes)
-    return JudgeRequest("?", targets, images, boxes, ("crop",) * len(boxes), "", IMAGE, ())
+    request = JudgeRequest("?", images, "", boxes, ("crop",) * len(boxes), IMAGE.size)
+    return request, Labels(targets, (), IMAGE)
 
 
 @pytest.mark.parametrize(
@@ -259,29 +274,29 @@ def looked_at(*boxes, targets=((76, 76, 120, 120),)):
     ],
 )
 def test_box_judge_by_hand(boxes, expected):
-    assert BoxJudge()(looked_at(*boxes)) == expected
+    assert BoxJudge()(*looked_at(*boxes)) == expected
 
 
 def test_one_target_of_several_is_enough():
     targets = ((0, 0, 20, 20), (76, 76, 120, 120))
-    assert BoxJudge()(looked_at(CELL_B2, targets=targets)) == 1.0
+    assert BoxJudge()(*looked_at(CELL_B2, targets=targets)) == 1.0
 
 
 def test_nearly_the_whole_image_is_no_crop_even_of_a_large_target():
     large = ((0, 0, 250, 250),)
     judge = BoxJudge(focus=(0.1, 0.05))
-    assert judge(looked_at((0, 0, 256, 256), targets=large)) == 0.0
-    assert judge(looked_at((0, 0, 255, 254), targets=large)) == 0.0  # 99 %
-    assert judge(looked_at((0, 0, 242, 242), targets=large)) == 1.0  # 89 %
+    assert judge(*looked_at((0, 0, 256, 256), targets=large)) == 0.0
+    assert judge(*looked_at((0, 0, 255, 254), targets=large)) == 0.0  # 99 %
+    assert judge(*looked_at((0, 0, 242, 242), targets=large)) == 1.0  # 89 %
 
 
 def test_without_labelled_boxes_there_is_no_verdict():
-    assert BoxJudge()(looked_at(CELL_B2, targets=())) is None
+    assert BoxJudge()(*looked_at(CELL_B2, targets=())) is None
 
 
 def test_an_empty_target_is_refused():
     with pytest.raises(ValueError, match="x0 < x1"):
-        BoxJudge()(looked_at(CELL_B2, targets=((9, 9, 9, 20),)))
+        BoxJudge()(*looked_at(CELL_B2, targets=((9, 9, 9, 20),)))
 
 
 @given(st.integers(0, 10**6))
@@ -293,8 +308,8 @@ def test_on_the_toy_one_or_two_cells_earn_1_up_to_four_a_half_and_more_nothing(s
         cells = (c1 - c0) * (r1 - r0)
         holds = c0 <= square.column < c1 and r0 <= square.row < r1
         expected = 0.0 if not holds or cells > 4 else 1.0 if cells <= 2 else 0.5
-        request = looked_at((c0 * CELL, r0 * CELL, c1 * CELL, r1 * CELL), targets=(square.box,))
-        assert BoxJudge()(request) == expected
+        asked = looked_at((c0 * CELL, r0 * CELL, c1 * CELL, r1 * CELL), targets=(square.box,))
+        assert BoxJudge()(*asked) == expected
     assert search_sample(scene, square, "x").boxes == (square.box,)
 
 
@@ -337,11 +352,11 @@ def test_a_no_op_is_a_red_line_only_once_something_has_been_shown():
 
 def test_no_judge_can_pay_for_the_whole_image():
     whole = crop(SEARCH, WHOLE, red_lines=["no_op"])
-    assert reward(hand_made(SEARCH, whole, answer="x"), judge=lambda request: 1.0).scores == (0.0,)
+    assert reward(hand_made(SEARCH, whole, answer="x"), judge=lambda *asked: 1.0).scores == (0.0,)
 
 
 def test_a_question_without_search_knows_only_red_lines():
-    def never(request):
+    def never(request, labels):
         raise AssertionError("the judge was asked")
 
     group = [hand_made(NEUTRAL, GOOD, TYPO, answer="checker")]
@@ -350,7 +365,7 @@ def test_a_question_without_search_knows_only_red_lines():
 
 
 def test_text_alone_is_not_shown_to_the_judge():
-    assert reward(hand_made(SEARCH, PRINTED, answer="x"), judge=lambda request: 1.0).tools == 0.0
+    assert reward(hand_made(SEARCH, PRINTED, answer="x"), judge=lambda *asked: 1.0).tools == 0.0
 
 
 def test_a_failure_of_ours_drops_out_of_the_mean_and_is_counted():
@@ -363,7 +378,7 @@ def test_a_failure_of_ours_drops_out_of_the_mean_and_is_counted():
 
 
 def test_no_verdict_on_a_step_leaves_the_trajectory_without_a_reward():
-    got = reward(hand_made(SEARCH, GOOD, answer="checker"), judge=lambda request: None)
+    got = reward(hand_made(SEARCH, GOOD, answer="checker"), judge=lambda *asked: None)
     assert got.scores == (None,) and got.tools is None and got.total is None
     assert got.answer == 1.0
 
@@ -371,7 +386,7 @@ def test_no_verdict_on_a_step_leaves_the_trajectory_without_a_reward():
 def test_a_judge_that_leaves_its_range_is_an_error():
     for bad in (-1.0, 1.5, 10):
         with pytest.raises(ValueError, match=r"\[0, 1\]"):
-            reward(hand_made(SEARCH, GOOD, answer="x"), judge=lambda request, bad=bad: bad)
+            reward(hand_made(SEARCH, GOOD, answer="x"), judge=lambda *asked, bad=bad: bad)
 
 
 seen = st.sampled_from([GOOD, WIDE, WRONG, FULL, TYPO, BLOCKED, EMPTY, PRINTED])
@@ -489,7 +504,9 @@ def test_right_beats_wrong_while_tools_weigh_less_than_half_an_answer(a, b, answ
 
 @given(some_seen, some_seen, st.booleans(), st.booleans())
 def test_at_the_defaults_a_badly_formed_right_answer_still_beats_any_wrong_one(a, b, bad_a, bad_b):
-    right, wrong = (hand_made(SEARCH, *seen, answer=x) for seen, x in ((a, RIGHT), (b, LIE)))
+    right, wrong = (
+        hand_made(SEARCH, *seen, answer=x) for seen, x in ((a, "checker"), (b, "diagonal"))
+    )
     for t, bad in ((right, bad_a), (wrong, bad_b)):
         t.turns[-1].text += "</think>" * bad
     assert reward(right).total > reward(wrong).total  # 1 - 0.2 - 0.2 > 0.2
@@ -539,8 +556,19 @@ def test_the_null_is_a_coin_that_sees_nothing():
     assert a[0].answer == 1.0 and b[0].answer == 0.0
 
 
+def test_a_reward_of_ones_own_is_found_by_file_and_name(tmp_path, monkeypatch):
+    (tmp_path / "my_file.py").write_text("from rewards import accuracy\nmy_reward = accuracy\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert reward_named("my_file.my_reward") is REWARDS["accuracy"]
+    assert reward_named("deepeyes") is RIVALS["deepeyes"]
+    with pytest.raises(ModuleNotFoundError, match="no_file"):
+        reward_named("no_file.my_reward")
+
+
 def test_an_unknown_reward_lists_the_known_ones():
-    with pytest.raises(ValueError, match="tapo, accuracy, .*, faitheyes; got 'tapoo'"):
+    with pytest.raises(
+        ValueError, match="tapo, accuracy, .*, faitheyes, or my_file.my_reward; got 'tapoo'"
+    ):
         score([], "tapoo", BoxJudge(), Lambdas(), random.Random(0))
 
 
@@ -565,134 +593,13 @@ def test_the_log_line_by_hand():
     )
 
 
-# What other papers pay for. Every number below is worked out by hand from the formula.
-
-RAN = crop(SEARCH, CELL_B2)  # showed a picture
-FAILED = Observation(error="ZeroDivisionError", red_lines=["sandbox_error"])
-
-
-def pay(name, *group, judge=BoxJudge(), weights=Lambdas(), sample=SEARCH):
-    """Totals of a group. Each is (answer or None, *observations)."""
-    played = [hand_made(sample, *seen, answer=answer) for answer, *seen in group]
-    return [r.total for r in reward_named(name)(played, judge, weights, random.Random(0))]
-
-
-RIGHT, LIE, NONE = "checker", "diagonal", None
-
-
-def thinking(thought, answer="checker"):
-    t = hand_made(SEARCH, RAN, answer=answer)
-    t.turns[-1].text = f"<think>{thought}</think><answer>{answer}</answer>"
-    return t
-
-
-def test_thyme_by_hand():
-    # r_res + 0.5 consistent if right + 0.5 well-formed
-    assert pay("thyme", (RIGHT,), (RIGHT, RAN, RAN), (LIE, RAN), (NONE, RAN)) == [
-        1 + 0.5 + 0.5, 1 + 0.5 + 0.5, -1 + 0 + 0.5, 0 + 0 + 0,
-    ]  # fmt: skip
-    torn = [thinking("so the answer is diagonal."), thinking("so the answer is checker.")]
-    got = RIVALS["thyme"](torn, BoxJudge(), Lambdas(), random.Random(0))
-    assert [r.total for r in got] == [1 + 0 + 0.5, 1 + 0.5 + 0.5]
-
-
-@pytest.mark.parametrize(
-    "thought, answer, torn",
-    [
-        ("I can see it.", "checker", False),  # concludes nothing
-        ("It looks diagonal, or checker.", "checker", False),
-        ("The answer is diagonal.", "checker", True),
-        ("The answer is checker. It has two tones.", "checker", False),
-        (r"So \boxed{2}", "2.0", False),
-        (r"So \boxed{3}", "2", True),
-        ("The answer is diagonal. No: the answer is checker", "checker", False),
-    ],
-)
-def test_thoughts_that_conclude_otherwise_contradict_the_answer(thought, answer, torn):
-    assert contradicts(thinking(thought, answer)) is torn
-
-
-def test_thoughts_before_the_last_500_characters_are_not_read():
-    far = thinking("The answer is diagonal." + " hm" * 200)
-    assert not contradicts(far)
-
-
-def test_deepeyes_by_hand():
-    # 0.8 right + 0.2 format + 1.2 (right and a picture came back)
-    cases = (RIGHT,), (RIGHT, RAN), (LIE, RAN), (RIGHT, EMPTY), (NONE, RAN), (RIGHT, RAN, RAN)
-    assert pay("deepeyes", *cases) == pytest.approx([0.8, 2.0, 0.0, 0.8, -0.2, 2.0])
-    assert pay("deepeyes", *cases, sample=NEUTRAL) == pytest.approx([1.2, 1.2, 0, 1.2, -0.4, 1.2])
-
-
-def test_pixel_reasoner_by_hand():
-    # One of ten calls, twice: RaPR 0.1, bonus 0.25 * 0.2 / 0.2 - 0.05 = 0.2. The others: 0.
-    rare = pay("pixel_reasoner", (LIE, RAN, RAN), (RIGHT,), *[(LIE,)] * 8)
-    assert rare == pytest.approx([0.2, 1.0] + [0.0] * 8)
-    # Two of four: RaPR 0.5, above 0.3: only the second call costs, 0.05.
-    often = pay("pixel_reasoner", (RIGHT, RAN), (RIGHT, RAN, RAN), (RIGHT,), (LIE,))
-    assert often == pytest.approx([1.0, 0.95, 1.0, 0.0])
-    # An error that stands at the end takes the answer away; one that was mended does not.
-    late, mended = pay("pixel_reasoner", (RIGHT, RAN, FAILED), (RIGHT, FAILED, RAN))
-    assert (late, mended) == pytest.approx((-0.05, 0.95))
-
-
-def test_codedance_by_hand():
-    # Right with 1 of 2 calls well, right without, two wrong: S = 1, 1, 0, 0; mean 0.5, so that
-    # d = sigmoid(0) - 0.2 = 0.3, and the part of the first is 1.5 * 0.3 / 2.
-    group = (RIGHT, FAILED, RAN), (RIGHT,), (LIE, RAN), (LIE,)
-    assert pay("codedance", *group) == pytest.approx([1.225, 1.0, 0.5 * 0.3, 0.0])
-    # All right: sigmoid(8 * -0.5) = 0.017986, less 0.2: a fee.
-    easy = (RIGHT, RAN), (RIGHT,)
-    assert pay("codedance", *easy) == pytest.approx([1 + 1.5 * (0.017986 - 0.2), 1.0], abs=1e-6)
-    # The format penalty is in the mean: S = 0.8 and -0.2, mean 0.3: sigmoid(8 * 0.2) = 0.832018.
-    bad = [hand_made(SEARCH, RAN, answer=a) for a in (RIGHT, LIE)]
-    for t in bad:
-        t.turns[-1].text += "</think>"
-    got, d = RIVALS["codedance"](bad, BoxJudge(), Lambdas(), random.Random(0)), 0.832018 - 0.2
-    assert [r.total for r in got] == pytest.approx([0.8 + 1.5 * d, -0.2 + 0.5 * d], abs=1e-6)
-
-
-def test_pyvision_by_hand():
-    cases = (RIGHT, RAN, FAILED, EMPTY), (RIGHT,), (LIE, RAN)
-    assert pay("pyvision", *cases) == pytest.approx([1.3, 1.0, 0.0])
-
-
-def test_adatooler_by_hand():
-    # With calls 2 of 2 right, without 1 of 2: dS 0.5. exp(-2 (5/6)^2) = 0.249352 for one call
-    # that ran, exp(-2) = 0.135335 for none.
-    group = (RIGHT, RAN), (RIGHT, FAILED), (RIGHT,), (LIE,)
-    one, none = 0.6 * 0.5 * 0.249352, 0.6 * 0.5 * 0.135335
-    assert pay("adatooler", *group) == pytest.approx([1 + one, 1 + none, 1 + none, none], abs=1e-6)
-    assert pay("adatooler", (RIGHT, RAN), (LIE, RAN)) == [1.0, 0.0]  # nothing to compare with
-
-
-def test_faitheyes_by_hand():
-    # Of four calls one fails, one is rejected by the judge: 0.2 * (1 - 2 / 4).
-    got = pay("faitheyes", (RIGHT, RAN, FAILED, WRONG, PRINTED), (RIGHT,), (LIE, RAN), (NONE, RAN))
-    assert got == pytest.approx([1.1, 1.0, 0.2, 0.2 - 0.2 - 0.2])
-    long = hand_made(SEARCH, RAN, answer=None)
-    long.ended = "length"  # cut off as well
-    (cut,) = RIVALS["faitheyes"]([long], BoxJudge(), Lambdas(), random.Random(0))
-    assert cut.total == pytest.approx(0.2 - 0.2 - 0.2)
-    torn = RIVALS["faitheyes"]([thinking("The answer is red.")], BoxJudge(), Lambdas(), None)
-    assert torn[0].total == pytest.approx(1 + 0.2 - 0.2)
-    (silent,) = pay("faitheyes", (RIGHT, RAN), judge=lambda request: None)
-    assert silent is None
-
-
-def test_a_failure_of_ours_is_no_call_for_anybody():
-    for name in sorted({*REWARDS, *RIVALS} - {"random"}):
-        with_it, without = pay(name, (RIGHT, OURS, RAN)), pay(name, (RIGHT, RAN))
-        assert with_it == without, name
-
-
 class Answering:
     """Grades open answers; has no opinion of what tools show."""
 
     def __init__(self, verdict):
         self.verdict, self.asked = verdict, []
 
-    def __call__(self, request):
+    def __call__(self, request, labels):
         return 0.0
 
     def same_answer(self, question, reference, reply):
@@ -702,34 +609,27 @@ class Answering:
 
 def test_an_open_answer_without_a_verdict_leaves_the_trajectory_without_a_reward():
     for name in sorted({*REWARDS, *RIVALS} - {"random"}):
-        group = [hand_made(SEARCH, RAN, answer="chequered"), hand_made(SEARCH, answer=RIGHT)]
+        group = [hand_made(SEARCH, GOOD, answer="chequered"), hand_made(SEARCH, answer="checker")]
         (got,) = score([group], name, Answering(None), Lambdas(), random.Random(0))
         assert got[0].answer is None and got[0].total is None, name
         assert got[1].answer == 1.0 and got[1].total is not None, name
         assert summary([group], [got])["no_verdict"] == 1
 
 
-def test_a_second_judge_grades_answers_beside_the_one_of_steps():
-    group, answers = [hand_made(SEARCH, GOOD, answer="chequered")], Answering(True)
-    (got,) = score([group], "tapo", BoxJudge(), Lambdas(), random.Random(0), answers)
-    assert (got[0].answer, got[0].tools) == (1.0, 1.0)
-    assert answers.asked == [(SEARCH.question, "checker", "chequered")]
-
-
 def test_groups_are_judged_side_by_side_and_come_back_in_order():
     class Slow(BoxJudge):
         concurrency, most, now, lock = 3, 0, 0, threading.Lock()
 
-        def __call__(self, request):
+        def __call__(self, request, labels):
             with Slow.lock:
                 Slow.now += 1
                 Slow.most = max(Slow.most, Slow.now)
             time.sleep(0.02)
             with Slow.lock:
                 Slow.now -= 1
-            return super().__call__(request)
+            return super().__call__(request, labels)
 
-    groups = [[hand_made(SEARCH, seen, answer=RIGHT)] for seen in (GOOD, WRONG, WIDE) * 4]
+    groups = [[hand_made(SEARCH, seen, answer="checker")] for seen in (GOOD, WRONG, WIDE) * 4]
     got = score(groups, "tapo", Slow(), Lambdas(), random.Random(0))
     assert [r.scores for (r,) in got] == [(1.0,), (0.0,), (0.5,)] * 4
     assert Slow.most == 3
@@ -751,20 +651,3 @@ def test_the_null_does_not_depend_on_which_thread_is_first():
         for judge in (BoxJudge(), Many())
     )
     assert one == many and len({r.total for group in one for r in group}) == 2
-
-
-@given(st.lists(anything, min_size=1, max_size=5))
-def test_accuracy_and_thyme_do_not_see_what_tools_showed(group):
-    for name in ("accuracy", "thyme"):
-        blind = [hand_made(SEARCH, answer=t.answer) for t in group]
-        looking, not_looking = (
-            [r.total for r in reward_named(name)(g, BoxJudge(), Lambdas(), random.Random(0))]
-            for g in (group, blind)
-        )
-        assert looking == not_looking
-
-
-@given(some_seen)
-def test_gated_bonuses_never_pay_for_a_wrong_answer(seen):
-    for name in ("deepeyes", "pyvision"):
-        assert pay(name, (LIE, *seen)) == [0.0]

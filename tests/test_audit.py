@@ -1,0 +1,170 @@
+"""python -m pytest tests/test_audit.py      about 12 s: judges that cannot be trusted are named"""
+
+import math
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+import beyond.audit
+import evaluate
+from beyond.audit import audit, kappa, looks
+from data import Sample, toy_questions
+from rewards import BoxJudge, Lambdas, crop, hand_made, tapo
+
+IMAGE = Image.linear_gradient("L").convert("RGB")  # 256 x 256: a row has one grey
+SAMPLE = Sample("s1", IMAGE, "Which texture is on it ?", "checker", boxes=((76, 76, 120, 120),))
+GOOD = crop(SAMPLE, (64, 64, 128, 128))
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """What some policy showed on 12 toy questions: the right cell, another one, four cells."""
+    found = []
+    for sample in toy_questions(12, seed="audit", neutral_share=0):
+        x0, y0 = (v // 64 * 64 for v in sample.boxes[0][:2])
+        right, beside = (x0, y0, x0 + 64, y0 + 64), (x0 + 64) % 256
+        other = (beside, y0, beside + 64, y0 + 64)
+        for box in (right, other, (max(x0 - 64, 0), max(y0 - 64, 0), x0 + 64, y0 + 64)):
+            found.append(hand_made(sample, crop(sample, box), answer="checker"))
+    return found
+
+
+def rows(text):
+    """{first cell: the others} of every table in it."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+
+
+def test_where_degenerate_policies_look():
+    found = looks(SAMPLE, (0, 0, 10, 20), random.Random(0))
+    boxes = {name: seen.boxes[0] for name, seen in found.items()}
+    assert boxes["whole image"] == (0, 0, 256, 256)
+    assert boxes["centre crop"] == (84, 84, 172, 172)  # of the size of the target and half of it
+    assert boxes["target's box"] == (76, 76, 120, 120)  # 44 x 44
+    assert boxes["target, 50 % margin"] == (54, 54, 142, 142)
+    assert boxes["target, 100 % margin"] == (32, 32, 164, 164)
+    assert boxes["another's target"] == (0, 0, 28, 40)  # at least 28 pixels, inside the image
+    assert found["random crop"].images[0].size == (88, 88)
+    assert "another's target" not in looks(SAMPLE, SAMPLE.boxes[0], random.Random(0))
+
+
+def test_the_box_judge_gives_the_exact_rows_and_is_usable(toy):
+    text = audit(toy, BoxJudge())
+    got = rows(text)
+    for name in ("whole image", "answer written on it", "orders to the judge",
+                 "collage of 9 crops", "another's target"):  # fmt: skip
+        assert got[name][2:] == ["0.00", "0.00"], name
+    assert got["no tool used"] == ["12", "0", "0.00", "0.00"]
+    for name in ("target's box", "target, 50 % margin"):
+        assert got[name][2:] == ["1.00", "1.00"], name
+    wide = float(got["target, 100 % margin"][2])  # 120 to 144 pixels: about a half, by its focus
+    assert 0.3 <= wide <= 0.6 and got["target, 100 % margin"][3] == "1.00"
+    assert "usable, as far as these go" in text and "UNUSABLE" not in text
+
+
+def test_the_confusion_table_by_hand(toy):
+    """36 crops: 12 right ones of one cell, 12 others of one cell, 12 of up to four cells."""
+    text = audit(toy, BoxJudge())
+    assert rows(text)["all"] == ["36", "24", "0", "0", "12", "1.00"]
+    deciles = [line.split("|") for line in text.splitlines() if re.search(r"\d to \d", line)]
+    assert sum(int(cells[2]) for cells in deciles) == 36
+    ends = [float(x) for cells in deciles for x in cells[1].split(" to ")]
+    assert ends[0] == 0.062 and 1 < len(deciles) < 10  # one cell of 16
+    assert all(a < b for a, b in zip(ends[1::2], ends[2::2]))  # steps of one area stay together
+    flipped = rows(audit(toy, lambda *asked: 1.0 - BoxJudge(0.5, (0, 0))(*asked)))
+    assert flipped["all"][1:] == ["0", "12", "24", "0", "-0.80"]
+
+
+def test_kappa_by_hand():
+    assert kappa(20, 5, 10, 15) == pytest.approx(0.4)  # .7 agree, .5 by chance
+    assert kappa(5, 0, 0, 5) == 1.0
+    assert math.isnan(kappa(9, 0, 0, 0)) and math.isnan(kappa(0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "judge, why",
+    [
+        (lambda r, labels: 1.0, "it scores 'whole image' 1.00, above 0.10"),
+        (
+            lambda r, labels: float(bool(r.boxes[0])) * (r.boxes != ((0, 0, 256, 256),)),
+            "'random crop' 1.00",
+        ),
+        (
+            lambda r, labels: 1.0 if None in r.boxes else BoxJudge()(r, labels),
+            "'answer written on it' 1.00",
+        ),
+        (
+            lambda r, labels: 1.0 if None in r.boxes else BoxJudge()(r, labels),
+            "'orders to the judge' 1.00",
+        ),
+        (lambda r, labels: None, "no verdict at all"),
+    ],
+)
+def test_a_judge_that_pays_for_nothing_is_called_unusable(toy, judge, why):
+    text = audit(toy, judge)
+    assert "UNUSABLE" in text and why in text
+
+
+def test_no_verdicts_are_counted_beside_the_others(toy):
+    deaf = random.Random(0)
+    got = rows(audit(toy, lambda *asked: None if deaf.random() < 0.5 else BoxJudge()(*asked)))
+    assert 3 <= int(got["random crop"][1]) <= 9 and got["random crop"][0] == "12"
+
+
+def test_tenths_of_the_steps_where_all_areas_differ(toy):
+    sizes = [(0, 0, 32, 32 + i) for i in range(1, 41)]
+    many = [hand_made(SAMPLE, crop(SAMPLE, box), answer="checker") for box in sizes]
+    parts = [line.split("|")[2] for line in audit(many, BoxJudge()).splitlines() if " to 0" in line]
+    assert [int(n) for n in parts] == [4] * 10
+
+
+def test_anothers_target_is_looked_up_at_the_same_place_of_a_picture_of_any_size():
+    large = replace(SAMPLE, id="large", boxes=((120, 100, 140, 120),))  # about 130, 110 of 256
+    small = replace(
+        SAMPLE, id="small", image=SAMPLE.image.resize((128, 128)), boxes=((4, 4, 9, 9),)
+    )
+    shown = []
+
+    def judge(request, labels):
+        shown.append((request.size[0], *filter(None, request.boxes)))
+        return 0.0
+
+    audit([hand_made(sample, GOOD, answer="checker") for sample in (large, small)], judge)
+    centres = {(w, x0 + x1, y0 + y1) for w, (x0, y0, x1, y1) in (s for s in shown if len(s) == 2)}
+    assert (128, 2 * 65, 2 * 55) in centres
+
+
+def test_an_audit_needs_boxes():
+    blind = [hand_made(replace(SAMPLE, boxes=()), GOOD, answer="checker")]
+    with pytest.raises(ValueError, match="search questions with boxes"):
+        audit(blind, BoxJudge())
+
+
+def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monkeypatch):
+    told = tapo(toy, BoxJudge(), Lambdas(), random.Random(0))
+    evaluate.write_trajectories(toy, told, folder=tmp_path)
+    beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "9"])
+    assert "3 questions" in capsys.readouterr().out
+    asked = []
+
+    def served(url, model, **more):
+        asked.append((url, model, more))
+        return lambda request, labels: 1.0
+
+    monkeypatch.setattr(beyond.audit, "ChatJudge", served)
+    words = f"""--audit {tmp_path / "trajectories.jsonl"} --n 3 --judge http://h/v1 --judge-model m
+                --prompt evaluation --judge-cache {tmp_path / "cache"} --visible 2""".split()
+    beyond.audit.main(words)
+    told = capsys.readouterr().out
+    assert "UNUSABLE" in told and rows(told)["target's box"][2:] == ["1.00", "0.00"]
+    assert asked == [("http://h/v1", "m", {"prompt": "evaluation", "cache": tmp_path / "cache"})]
+    with pytest.raises(SystemExit):
+        beyond.audit.main(["--audit", str(tmp_path / "missing.jsonl")])
+    assert "missing.jsonl" in capsys.readouterr().err
+    for flag, value in (("--n", "-3"), ("--visible", "nan")):
+        with pytest.raises(SystemExit):
+            beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), flag, value])
+        assert f"{flag} must be at least" in capsys.readouterr().err
