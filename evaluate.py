@@ -806,7 +806,8 @@ def judges_of(args: argparse.Namespace) -> tuple[Judge, Judge | None]:
         if bench and bench.judged:
             print(args.bench, "asks a judge about open answers: without --judge-url, rules decide")
         return boxes, None
-    asked = ChatJudge(args.judge_url, args.judge_model, args.judge_prompt, args.out / "verdicts")
+    how = {"prompt": args.judge_prompt, "cache": args.out / "verdicts"}
+    asked = ChatJudge(args.judge_url, args.judge_model, **how)
     if args.bench in ("toy", "vstar"):
         return boxes, asked
     return (asked if bench.judged or bench.kind == "search" else boxes), None

@@ -37,6 +37,7 @@ from data import Sample
 from kit.answers import MAX_ANSWER, is_correct, is_open
 from kit.boxes import Box, area, recall, share
 from kit.chat import Chat, json_object, picture_part, text_part
+from kit.flags import through_door
 from rollout import Trajectory, Turn
 from sandbox import Observation
 
@@ -487,5 +488,5 @@ def crop(sample: Sample, box: Box, **more) -> Observation:
 
 
 if __name__ == "__main__":
-    door = "beyond.audit" if "--audit" in " ".join(sys.argv) else "beyond.zoo"
-    importlib.import_module(door).main(sys.argv[1:])
+    if not through_door(sys.argv[1:], {"--audit": "beyond.audit"}):
+        importlib.import_module("beyond.zoo").main(sys.argv[1:])

@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     try:
         url, model = args.judge_url, args.judge_model
-        pairs = read_foreign(args.file, ChatJudge(url, model, "evaluation") if url else HALF)
+        pairs = read_foreign(args.file, ChatJudge(url, model, prompt="evaluation") if url else HALF)
         with open(args.file, encoding="utf-8") as file:
             if '"sample": {' in file.readline():  # a file of evaluate.py's
                 pairs = zip(*read_trajectories(args.file))

@@ -33,7 +33,7 @@ from kit.qwen import Policy
 from kit.schemas import KINDS, cell_of, named
 from kit.tables import Rows, image_bytes, read_rows
 from kit.usable import Usable
-from rewards import BoxJudge, ChatJudge, Lambdas, score
+from rewards import ChatJudge, Lambdas, score
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sft import load_thyme
 
@@ -80,7 +80,7 @@ def by_difficulty(
     def ask(asked: list[Sample]) -> list[dict | None]:
         torch.manual_seed(0)  # play draws from it and the sample's id: batches do not matter
         groups = play(policy, asked, n, rules)
-        graded = score(groups, "accuracy", BoxJudge(), Lambdas(), random.Random(0), answer_judge)
+        graded = score(groups, "accuracy", answer_judge, Lambdas(), random.Random(0))
         told = [[reward.answer for reward in group] for group in graded]
         return [None if None in of_one else {"right": int(sum(of_one))} for of_one in told]
 

@@ -2,11 +2,10 @@
 zoo.py: a collection of reward hacks, and what every reward pays for them. `python rewards.py`
 
 Concept     A hack is a way to be paid for looking without looking. Twenty ways to play one toy
-            question, hacks and honest ones, run in the real sandbox. A reward that pays for a hack
-            will be trained into it.
-Paper       nothing: CodeV argues that a judge of what tools show cannot be hacked in this way, and
-            this is a test of it
-In          the rewards of rewards.py and of rivals.py, the judge of boxes
+            question, hacks and honest ones, run in the real sandbox. What pays will be learnt.
+Paper       CodeV, arXiv:2511.19661, Figs. 9 and 10, takes falling numbers of calls as a sign that
+            hacking ends. This collection, which looks at each hack, is ours
+In          the rewards of rewards.py and of rivals.py, with the judge of boxes
 Out         a table: one line for each way to play, one column for each reward
 Left out    served judges, which may be talked to (audit.py asks them)
 Read next   audit.py, rivals.py (the formulas behind the columns)
@@ -19,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from tabulate import tabulate
-
+from beyond.audit import table
 from beyond.rivals import RIVALS
 from data import GRID, SIZE, TEXTURES, Sample, cell_box, draw_scene, parse, search_sample
 from rewards import REWARDS, BoxJudge, Lambdas, turn_scores
@@ -109,8 +107,7 @@ def zoo_table(played: dict[str, Trajectory]) -> str:
             row.append(f"{paid:.2f}{'!' * (paid > pays(name, honest) + 1e-9)}")
         rows.append(row)
     head = ["what it does", "step scores", *rewards]
-    how = {"stralign": "right", "colalign": ("left",), "disable_numparse": True}
-    return tabulate(rows, head, "pipe", **how)
+    return table(head, rows)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -167,4 +167,4 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monke
     for flag, value in (("--n", "-3"), ("--visible", "nan")):
         with pytest.raises(SystemExit):
             beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), flag, value])
-        assert f"{flag} must be at least" in capsys.readouterr().err
+        assert f"{flag}: expected a finite number" in capsys.readouterr().err

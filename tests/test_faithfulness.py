@@ -457,7 +457,7 @@ def test_any_agents_steps_are_held_against_the_targets(folder):
 def test_a_judge_that_sees_takes_the_pictures_without_score(folder):
     asked = []
 
-    def judge(request):
+    def judge(request, labels):
         asked.append(request.images[0].size)
         return 1.0
 
