@@ -101,6 +101,7 @@ class Labels:
 # `same_answer(question, reference, reply) -> bool | None`. One that threads may share also has
 # `concurrency`, how many of them at a time.
 Judge = Callable[[JudgeRequest, Labels], float | None]
+Group = list[Trajectory]  # the K rollouts of one question
 
 
 def judge_input(sample: Sample, shown: Observation) -> tuple[JudgeRequest, Labels]:
@@ -235,16 +236,11 @@ def outcome(trajectory: Trajectory, judge: Judge | None) -> Reward:
     return Reward(answer, tools=0.0, format=-1.0 if format_error(trajectory) else 0.0)
 
 
-def weighted(
-    t: Trajectory, judge: Judge, lambdas: Lambdas, tools: float | None = 0.0, scores: Sequence = ()
-) -> Reward:
+def weighted(t: Trajectory, judge: Judge, lambdas: Lambdas, tools=0.0, scores=()) -> Reward:
     """Eq. 5: R = lambda_acc r_acc + lambda_tool r_tool, plus lambda_fmt r_fmt (Fig. 9)."""
     r = outcome(t, judge)
     total = lambdas.answer * r.right + lambdas.format * r.format + lambdas.tools * (tools or 0.0)
     return r.paid(total, tools, scores)
-
-
-Group = list[Trajectory]  # the K rollouts of one question
 
 
 def tapo(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
@@ -286,8 +282,7 @@ REWARDS = {"tapo": tapo, "accuracy": accuracy, "tool_bonus": tool_bonus, "random
 
 
 def reward_named(name: str) -> GroupReward:
-    """A reward of REWARDS, of beyond/rivals.py, or `my_file.my_reward` of one's own. Raises
-    ValueError for a name that is unknown."""
+    """One of REWARDS, of beyond/rivals.py, or `my_file.my_reward`; ValueError for no known name."""
     module, _, function = name.rpartition(".")
     if module:
         return getattr(importlib.import_module(module), function)
@@ -359,14 +354,6 @@ picture about it? Blur and low resolution are acceptable. The score is one of
 }
 RUBRICS["evaluation_original"] = RUBRICS["evaluation"]  # and the message shows more
 
-LABEL = """You check the label of a question about an image, for a training set. Look at the image
-and answer the question by yourself; then compare with the label.
-"keep"    the question can be answered from the image, and the label is right
-"drop"    the label is wrong, or the question cannot be answered from this image
-"unsure"  you cannot tell
-
-Reply with one JSON object, nothing else: {"reason": "<one sentence>", "label": "<verdict>"}"""
-
 
 @dataclass(eq=False)
 class ChatJudge(Chat):
@@ -393,18 +380,12 @@ class ChatJudge(Chat):
         verdict = self.verdict(SAME, content, "same", (True, False))
         return verdict and verdict[0]
 
-    def check_label(self, sample: Sample) -> tuple[str, str] | None:
-        """("keep", "drop" or "unsure", why): is the label of a training question right?"""
-        words = f"Question: {with_options(sample.question, sample.options)}\nLabel: {sample.answer}"
-        content = [picture_part(sample.image), text_part(words)]
-        verdict = self.verdict(LABEL, content, "label", ("keep", "drop", "unsure"))
-        return verdict and tuple(verdict)
-
     def message(self, request: JudgeRequest, labels: Labels) -> list[dict]:
         """Eq. 6's (Q, o_t, metadata_t), in the order of the turn."""
         whole = self.prompt == "evaluation_original"
-        question = with_options(request.question, labels.options if whole else ())
-        parts = [text_part(f"Question: {question}")]
+        options = zip(LETTERS, labels.options if whole else ())
+        asked = [f"Question: {request.question}", *(f"{letter}. {o}" for letter, o in options)]
+        parts = [text_part("\n".join(asked))]
         if whole:
             parts += [text_part("The whole image:"), picture_part(labels.original)]
         shown = zip(request.images, request.boxes, request.sources, strict=True)
@@ -433,10 +414,6 @@ class ChatJudge(Chat):
             return value, str(found["reason"])[:300]
 
         return self.ask(system, content, read)
-
-
-def with_options(question: str, options: Sequence[str]) -> str:
-    return question + "".join(f"\n{c}. {option}" for c, option in zip(LETTERS, options))
 
 
 class VerdictWatch:

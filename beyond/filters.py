@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from string import ascii_uppercase as LETTERS
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -29,6 +30,7 @@ import torch
 from tqdm import tqdm
 
 from data import Sample, load_rl
+from kit.chat import picture_part, text_part
 from kit.qwen import Policy
 from kit.schemas import KINDS, cell_of, named
 from kit.tables import Rows, image_bytes, read_rows
@@ -57,9 +59,27 @@ def by_source(rows: Rows, keys: Sequence[int], external: Sequence[str] = EXTERNA
     return [Verdict("drop" if named(s, external) else "keep", f"source {s}") for s in sources]
 
 
+LABEL = """You check the label of a question about an image, for a training set. Look at the image
+and answer the question by yourself; then compare with the label.
+"keep"    the question can be answered from the image, and the label is right
+"drop"    the label is wrong, or the question cannot be answered from this image
+"unsure"  you cannot tell
+
+Reply with one JSON object, nothing else: {"reason": "<one sentence>", "label": "<verdict>"}"""
+
+
+class LabelJudge(ChatJudge):
+    def check_label(self, sample: Sample) -> tuple[str, str] | None:
+        """(one of VERDICTS, why): is the label of a question right? None: no verdict."""
+        options = "".join(f"\n{letter}. {o}" for letter, o in zip(LETTERS, sample.options))
+        words = f"Question: {sample.question}{options}\nLabel: {sample.answer}"
+        content = [picture_part(sample.image), text_part(words)]
+        return self.verdict(LABEL, content, "label", VERDICTS)
+
+
 def by_label(samples: Sequence[Sample], judge, record: Path) -> list[Verdict]:
-    """Is the label right? judge: a rewards.ChatJudge, or anything with its check_label. A person
-    settles what it left "unsure": edit the word in the record and run the filter again."""
+    """Is the label right? judge: a LabelJudge, or anything with its check_label. A person settles
+    what it left "unsure": edit the word in the record and run the filter again."""
 
     def ask(asked: list[Sample]) -> list[dict | None]:
         with ThreadPoolExecutor(judge.concurrency) as pool:
@@ -326,7 +346,7 @@ def run(options: argparse.Namespace) -> str:
             policy.model.to(torch.bfloat16)
     if options.describe:
         return describe(options.describe, policy, rules)
-    judge = ChatJudge(options.judge_url, options.judge_model) if options.judge_url else None
+    judge = LabelJudge(options.judge_url, options.judge_model) if options.judge_url else None
     fits = options.difficulty and (
         lambda s: check_fits(policy, s, encode_prompt(policy, s, False), rules)
     )

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import beyond.filters
 from data import load_rl
 from kit.tables import Lazy, read_rows
-from rewards import ChatJudge
 from rollout import Trajectory
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -84,9 +83,21 @@ def test_a_slip_in_an_edited_record_is_named(tmp_path, was, now, said):
         beyond.filters.by_label(samples, judge, record)
 
 
-def test_the_served_judge_can_be_asked_about_labels():
-    judge = ChatJudge("http://127.0.0.1:9/v1", "name")
-    assert judge.model == "name" and judge.concurrency > 0 and callable(judge.check_label)
+def test_a_served_model_is_shown_the_image_the_options_and_the_label(monkeypatch):
+    asked = []
+
+    def ask(self, system, content, read):
+        asked.append((system, content))
+        return read('{"reason": "it is red", "label": "drop"}')
+
+    monkeypatch.setattr(beyond.filters.LabelJudge, "ask", ask)
+    judge = beyond.filters.LabelJudge("http://127.0.0.1:9/v1", "name")
+    sample = replace(load_rl(RL)[0], question="Which ?", options=("red", "blue"), answer="A")
+    assert tuple(judge.check_label(sample)) == ("drop", "it is red")
+    ((system, (picture, words)),) = asked
+    assert "check the label" in system and picture["type"] == "image_url"
+    assert words["text"] == "Question: Which ?\nA. red\nB. blue\nLabel: A"
+    assert judge.model == "name" and judge.concurrency > 0
 
 
 def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
@@ -213,7 +224,7 @@ def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
 def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     command("--drop-sources", RL, "--external", "chart", "--out", tmp_path / "1.parquet")
     judge = FakeJudge({"vstar-0": ("drop", "wrong")})
-    monkeypatch.setattr("beyond.filters.ChatJudge", lambda url, model: judge)
+    monkeypatch.setattr("beyond.filters.LabelJudge", lambda url, model: judge)
     address = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "fake")
     command("--check-labels", tmp_path / "1.parquet", *address, "--out", tmp_path / "2.parquet")
     short = ("--turns", 1, "--samples", 2, "--max-new-tokens", 4, "--max-length", 512)

@@ -241,7 +241,7 @@ def test_no_thought_code_or_reference_is_sent():
     assert "SECRET" not in json.dumps([judge.systems, judge.contents])
 
 
-# Open answers and labels
+# Open answers
 
 
 def test_open_answers_are_compared():
@@ -253,16 +253,6 @@ def test_open_answers_are_compared():
         sent = json.loads(judge.contents[0])
         assert sent == dict(zip(("question", "reference", "candidate"), texts))
     assert Judge({"reason": "r", "same": 1}).same_answer(*texts) is None  # no truth value
-
-
-def test_labels_are_checked_with_the_image_and_reasons():
-    judge = Judge({"reason": "it is red", "label": "drop"})
-    assert judge.check_label(OPTIONS) == ("drop", "it is red")
-    (content,) = judge.contents
-    assert pictures(content)[0].size == (256, 256)
-    assert "B. blue" in words(content) and "Label: A" in words(content)
-    assert "check the label" in judge.systems[0]
-    assert Judge({"reason": "r", "label": "maybe"}).check_label(OPTIONS) is None
 
 
 # A judge that falls silent
