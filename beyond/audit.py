@@ -116,13 +116,18 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5
         (W, H), (w, h) = sample.image.size, other.image.size
         x0, y0, x1, y1 = other.boxes[0]
         elsewhere = round(x0 * W / w), round(y0 * H / h), round(x1 * W / w), round(y1 * H / h)
-        asked += [(name, sample, shown) for name, shown in looks(sample, elsewhere, rng).items()]
+        for name, shown in looks(sample, elsewhere, rng).items():
+            asked.append((name, *judge_input(sample, shown)))
     turns = [(t.sample, turn.observation) for t in labelled for turn in t.tool_turns]
-    asked += [("", sample, shown) for sample, shown in turns if any(shown.boxes)]
+    asked += [("", *judge_input(*turn)) for turn in turns if any(turn[1].boxes)]
+    with ThreadPoolExecutor(getattr(judge, "concurrency", 1)) as pool:
+        scores = pool.map(lambda one: judge(*one[1:]), asked)
+        scores = list(tqdm(scores, total=len(asked), desc="judging"))
 
-    verdicts: dict[str, list[Verdict]] = defaultdict(list)
-    for (name, *_), verdict in zip(asked, ask(judge, asked, visible)):
-        verdicts[name].append(verdict)
+    verdicts, boxes = defaultdict(list), BoxJudge(visible=visible, focus=(0.0, 0.0))
+    for (name, request, labels), score in zip(asked, scores):
+        size = max((share(box, request.size) for box in request.boxes if box), default=0.0)
+        verdicts[name].append(Verdict(size, score, boxes(request, labels) > 0))
     real = verdicts.pop("", [])
     rows, faults = [["no tool used", len(samples), 0, "0.00", "0.00"]], []
     for name, of_look in verdicts.items():
@@ -146,20 +151,6 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5
         by_area(heard),
     ]
     return "\n\n".join(parts)
-
-
-def ask(
-    judge: Judge, asked: Sequence[tuple[str, Sample, Observation]], visible: float
-) -> list[Verdict]:
-    boxes = BoxJudge(visible=visible, focus=(0.0, 0.0))
-
-    def verdict(one: tuple[str, Sample, Observation]) -> Verdict:
-        request, labels = judge_input(*one[1:])
-        size = max((share(box, request.size) for box in request.boxes if box), default=0.0)
-        return Verdict(size, judge(request, labels), boxes(request, labels) > 0)
-
-    with ThreadPoolExecutor(getattr(judge, "concurrency", 1)) as pool:
-        return list(tqdm(pool.map(verdict, asked), total=len(asked), desc="judging"))
 
 
 def by_area(verdicts: list[Verdict]) -> str:
