@@ -296,7 +296,7 @@ def reward_named(name: str) -> GroupReward:
 def score(
     groups: list[Group], name: str, judge: Judge, lambdas: Lambdas, rng: Random
 ) -> list[list[Reward]]:
-    """Rewards of all groups, by the reward's name; as many at a time as the judge's `concurrency`."""
+    """Rewards of all groups by a reward's name, as many at a time as the judge's `concurrency`."""
     reward = reward_named(name)
     rngs = [Random(rng.getrandbits(64)) for _ in groups]  # drawn here: threads have no order
     with ThreadPoolExecutor(getattr(judge, "concurrency", 1)) as pool:
