@@ -57,7 +57,7 @@ class Options:
     describe: str = knob(None, "rows, kinds, sizes, lengths, what is unusable", metavar="WHERE")
     drop_sources: str = knob(None, "drop sources of external knowledge", metavar="WHERE")
     check_labels: str = knob(None, "ask a judge; settle its doubts by hand", metavar="WHERE")
-    difficulty: str = knob(None, "drop what a model always answers right", metavar="WHERE")
+    difficulty: str = knob(None, "drop what a model (nearly) always gets right", metavar="WHERE")
     out: Path = knob(Path("filtered.parquet"), "what a filter writes")
     external: str = knob(EXTERNAL, "words in the names of sources to drop", "paper")
     judge_url: str = knob(None, "OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
