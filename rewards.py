@@ -43,9 +43,9 @@ from sandbox import Observation
 
 
 def grade(answer: str | None, sample: Sample, judge: Judge | None) -> float | None:
-    """r_acc of Eq. 5: 1 right, 0 wrong, by the rules of kit/answers.py. An open answer that they
-    call wrong goes to the judge, if that has a `same_answer`; None if it then has no verdict.
-    Raises ValueError for a reference that is none of the options."""
+    """r_acc of Eq. 5: 1 right, 0 wrong, by the rules of kit/answers.py. An open answer that
+    they call wrong goes to the judge, if that has a `same_answer`; None if it then has no
+    verdict. Raises ValueError for a reference that is none of the options."""
     asked = answer, sample.answer, sample.options
     try:
         if is_correct(*asked):
@@ -61,8 +61,8 @@ def grade(answer: str | None, sample: Sample, judge: Judge | None) -> float | No
 
 def format_error(trajectory: Trajectory) -> bool:
     """Is the format reward of Fig. 9 lost? By our rule, blocks are whole, and there is one
-    <answer>, of at most MAX_ANSWER characters, in the last turn. A thought may span several turns:
-    public traces write code inside one long thought."""
+    <answer>, of at most MAX_ANSWER characters, in the last turn. A thought may span several
+    turns: public traces write code inside one long thought."""
     turns = []
     for turn in trajectory.turns:  # its tags as letters: T opens a thought, t closes it; C c; A a
         text = re.sub(r"(?s)(?<=<code>).*?(?=</code>)", "", turn.text)  # a string is no tag
@@ -76,8 +76,8 @@ def format_error(trajectory: Trajectory) -> bool:
 @dataclass(frozen=True)
 class JudgeRequest:
     """Eq. 6: what a judge may know of a turn, (Q, o_t, metadata_t). No thought, no code, no
-    reference answer, and of the original image only its size. What a program printed or drew is
-    still the policy's voice: a judge that reads must not trust it."""
+    reference answer, and of the original image only its size. What a program printed or drew
+    is still the policy's voice: a judge that reads must not trust it."""
 
     question: str  # Q
     images: tuple[Image.Image, ...]  # o_t: what the turn showed, in order; crops are cut by us
@@ -89,8 +89,8 @@ class JudgeRequest:
 
 @dataclass(frozen=True)
 class Labels:
-    """What Eq. 6 does not hand to its judge. An exact judge compares with the targets; a prompt
-    that measures may show the whole image and the options. Nobody else looks here."""
+    """What Eq. 6 does not hand to its judge. An exact judge compares with the targets; a
+    prompt that measures may show the whole image and the options. Nobody else looks here."""
 
     targets: tuple[Box, ...]  # where the evidence is; empty: nobody labelled it
     options: tuple[str, ...]  # they make judges laxer
@@ -121,11 +121,10 @@ def judge_input(sample: Sample, shown: Observation) -> tuple[JudgeRequest, Label
 class BoxJudge:
     """Is a target in view, and is the crop about it? Exact, where targets are labelled.
 
-    In view: recall = |crop ∩ target| / |target|. About it: focus = |target| / |crop|. The best pair
-    of a crop and a target counts: one target of several is enough, as in notes on the paper's
-    rubric. What is no verified crop scores 0, a drawing for example; so does (nearly) the whole
-    image. The defaults fit the toy: one or two cells score 1, up to four 0.5, more 0.
-    """
+    In view: recall = |crop ∩ target| / |target|. About it: focus = |target| / |crop|. The best
+    pair of a crop and a target counts: one target of several is enough (notes on the paper's
+    rubric). What is no verified crop scores 0, such as a drawing; so does (nearly) the whole
+    image. The defaults fit the toy: one or two cells score 1, up to four 0.5, more 0."""
 
     visible: float = 0.9  # least recall
     focus: tuple[float, float] = (0.19, 0.095)  # each of them that is reached adds 0.5
@@ -183,8 +182,8 @@ def turn_score(
 def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float | None:
     """Eq. 6: r_tool = mean of r_t over the tool turns; 0 if there are none; None: no verdict.
 
-    A mean, so that five good crops never earn more than one. Its price: useless turns water down a
-    red line, from -1 towards 0, though never above."""
+    A mean, so that five good crops never earn more than one. Its price: useless turns water
+    down a red line, from -1 towards 0, though never above."""
     pairs = zip(trajectory.tool_turns, scores, strict=True)
     counted = [score for turn, score in pairs if not turn.observation.environment]
     return None if None in counted else sum(counted) / max(len(counted), 1)
@@ -192,8 +191,8 @@ def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float
 
 @dataclass(frozen=True)
 class Lambdas:
-    """The weights of Eq. 5, which has no lambda_fmt. Raises ValueError for tools that weigh as much
-    as an answer; warns from half of that on."""
+    """The weights of Eq. 5, which has no lambda_fmt. Raises ValueError for tools that weigh as
+    much as an answer; warns from half of that on."""
 
     answer: float = 1.0  # lambda_acc
     tools: float = 0.2  # lambda_tool
@@ -356,8 +355,8 @@ RUBRICS["evaluation_original"] = RUBRICS["evaluation"]  # and the message shows 
 
 @dataclass(eq=False)
 class ChatJudge(Chat):
-    """A vision-language model behind an OpenAI-compatible server, asked as kit/chat.py asks. When
-    the server is down, slow or talks nonsense there is no verdict, None; never a 0.
+    """A vision-language model behind an OpenAI-compatible server, asked as kit/chat.py asks.
+    When the server is down, slow or talks nonsense there is no verdict, None; never a 0.
 
     prompt   "training", or one of two for measuring: "evaluation" shows the turn and the question,
              "evaluation_original" the whole image and the options too. Measure with another model,
@@ -416,9 +415,9 @@ class ChatJudge(Chat):
 
 
 class VerdictWatch:
-    """Stops a run whose judge falls silent, before it learns from few verdicts. Called with the
-    rewards of each step. Raises RuntimeError if, in the last `steps` steps, more than the share
-    `most` of the trajectories have no verdict."""
+    """Stops a run whose judge falls silent, before it learns from few verdicts. Called with
+    the rewards of each step. Raises RuntimeError if, in the last `steps` steps, more than the
+    share `most` of the trajectories have no verdict."""
 
     def __init__(self, most: float = 0.2, steps: int = 3) -> None:
         self.most, self.counts = most, deque(maxlen=steps)
@@ -437,8 +436,8 @@ class VerdictWatch:
 
 
 def hand_made(sample: Sample, *shown: Observation, answer: str | None) -> Trajectory:
-    """For tables and tests: a policy whose code showed these observations, and that then answered;
-    or ran out of turns, if `answer` is None."""
+    """For tables and tests: a policy whose code showed these observations, and that then
+    answered; or ran out of turns, if `answer` is None."""
     turns = [Turn("<think>Look.</think><code>look()</code>", "look()", o, 0, 0) for o in shown]
     if answer is not None:
         turns.append(Turn(f"<think>Seen.</think><answer>{answer}</answer>", None, None, 0, 0))

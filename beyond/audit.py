@@ -42,8 +42,8 @@ NOTHING = ("whole image", "answer written on it", "orders to the judge")  # wort
 
 
 def looks(sample: Sample, elsewhere: Box, rng: Random) -> dict[str, Observation]:
-    """Name -> what a policy shows that always looks in this way. elsewhere: where another question
-    has its target; left out if that overlaps a target of this one."""
+    """Name -> what a policy shows that always looks in this way. elsewhere: where another
+    question has its target; left out if that overlaps a target of this one."""
     image, (W, H), target = sample.image, sample.image.size, rng.choice(sample.boxes)
 
     def placed(x: float, y: float, w: int, h: int) -> Box:
@@ -101,9 +101,9 @@ class Verdict(NamedTuple):
 def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5) -> str:
     """Two tables: the judge on the looks above, and against boxes on crops of real trajectories.
 
-    In view: a crop of at most 90 % of the image holds the share `visible` of a target. The judge
-    cannot be used if it scores the whole image, or words written on it, above 0.1, or random crops
-    more than 0.1 above the share of them that have a target in view.
+    In view: a crop of at most 90 % of the image holds the share `visible` of a target. The
+    judge cannot be used if it scores the whole image, or words written on it, above 0.1, or
+    random crops more than 0.1 above the share of them that have a target in view.
 
     Raises ValueError if there is no search question with boxes.
     """
@@ -154,8 +154,8 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge, visible: float = 0.5
 
 
 def by_area(verdicts: list[Verdict]) -> str:
-    """Judge and boxes, yes or no: counts and kappa, for tenths of the turns by the share of the
-    image that they show. Turns of one share stay together."""
+    """Judge and boxes, yes or no: counts and kappa, for tenths of the turns by the share of
+    the image that they show. Turns of one share stay together."""
     verdicts = sorted(verdicts, key=lambda v: v.share)
     shares = [v.share for v in verdicts]
     edges = {bisect_left(shares, shares[len(shares) * i // 10]) for i in range(10) if shares}

@@ -39,9 +39,8 @@ def calls(trajectory: Trajectory) -> list[Observation]:
 def contradicts(trajectory: Trajectory) -> bool:
     """Do the last 500 characters of thought conclude on another answer than the one given?
 
-    Thyme and FaithEyes put this to a model. Our rule reads conclusions that call themselves one
-    ("the answer is", a \\boxed{}). Thoughts that conclude nothing contradict nothing.
-    """
+    Thyme and FaithEyes put this to a model. Our rule reads conclusions that call themselves
+    one ("the answer is", a \\boxed{}). Thoughts that conclude nothing contradict nothing."""
     said = "\n".join(turn.text for turn in trajectory.turns)
     said = re.sub(r"(?s)<code>.*?(</code>|$)|<answer>.*?(</answer>|$)|</?think>", " ", said)[-500:]
     if trajectory.answer is None or not (CUE.match(said) or BOXED.search(said)):
@@ -55,9 +54,9 @@ def contradicts(trajectory: Trajectory) -> bool:
 def thyme(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """Thyme, arXiv:2508.11630: R = r_res + 0.5 r_cons 1[r_res > 0] + 0.5 (1 + r_fmt).
 
-    r_res is 1 for a right answer, -1 for a wrong one, 0 for none. r_cons is 1 unless the thoughts
-    contradict the answer. The paper tried terms for code and dropped them: a call earns nothing.
-    """
+    r_res is 1 for a right answer, -1 for a wrong one, 0 for none. r_cons is 1 unless the
+    thoughts contradict the answer. The paper tried terms for code and dropped them: a call
+    earns nothing."""
     rewards = []
     for t in group:
         r = outcome(t, judge)
@@ -85,9 +84,9 @@ def pixel_reasoner(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) ->
     """Pixel-Reasoner, arXiv:2505.15966:
     R = r_acc + 1[n > 0] (0.25 max(0.3 - RaPR, 0) / (2 RaPR) - 0.05 (n - 1)).
 
-    RaPR, the paper's name, is the share of the group that calls a tool: while it is low, calls pay,
-    for wrong answers too. n counts calls. r_acc is 0 if the last call failed and was not mended.
-    """
+    RaPR, the paper's name, is the share of the group that calls a tool: while it is low, calls
+    pay, for wrong answers too. n counts calls. r_acc is 0 if the last call failed and was not
+    mended."""
     rewards, calling = [], sum(bool(calls(t)) for t in group) / len(group)
     for t in group:
         r, shown, bonus = outcome(t, judge), calls(t), 0.0
@@ -104,9 +103,9 @@ def codedance(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list
     R = S + (1.5 if right, else 0.5) d N_ok / N, where S = r_acc + 0.2 r_fmt and
     d = sigmoid(2 gamma (0.5 - mean of S over the group)) - delta
 
-    N_ok of N calls ran; gamma is 4, delta 0.2. Left out: credit for single turns (-0.5 for a failed
-    one, discounted by 0.2); other factors for math; a clip of d that the code computes too late.
-    """
+    N_ok of N calls ran; gamma is 4, delta 0.2. Left out: credit for single turns (-0.5 for a
+    failed one, discounted by 0.2); other factors for math; a clip of d that the code computes
+    too late."""
     parts = [outcome(t, judge) for t in group]
     base = [r.right + 0.2 * r.format for r in parts]
     d = 1 / (1 + math.exp(-8 * (0.5 - fmean(base)))) - 0.2  # 8 = 2 gamma
@@ -120,8 +119,8 @@ def codedance(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list
 
 
 def pyvision(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
-    """PyVision-RL, arXiv:2602.20739: R = r_acc + 1[right] 0.1 n. n counts the turns with a call,
-    also with one that failed."""
+    """PyVision-RL, arXiv:2602.20739: R = r_acc + 1[right] 0.1 n. n counts the turns with a
+    call, also with one that failed."""
     parts = [(outcome(t, judge), len(calls(t))) for t in group]
     return [r.paid(r.right + 0.1 * n * r.right, float(n * r.right)) for r, n in parts]
 
@@ -129,10 +128,9 @@ def pyvision(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[
 def adatooler(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """AdaTooler-V, arXiv:2512.16918: R = r_acc + 0.6 dS exp(-2 ((n - 6) / 6)^2). n calls ran.
 
-    dS is what tools gain on this question: accuracy with calls less accuracy without. The paper
-    measures it beforehand with a 72B model. We measure it on the group; it is 0 if one kind is
-    missing there.
-    """
+    dS is what tools gain on this question: accuracy with calls less accuracy without. The
+    paper measures it beforehand with a 72B model. We measure it on the group; it is 0 if one
+    kind is missing there."""
     parts = [outcome(t, judge) for t in group]
     using = [float(r.right) for t, r in zip(group, parts) if calls(t)]
     direct = [float(r.right) for t, r in zip(group, parts) if not calls(t)]
@@ -150,9 +148,8 @@ def faitheyes(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list
     + 0.2 1[n > 0] max(0, 1 - (n_failed + n_rejected) / n) - 0.2 1[cut off].
 
     n counts calls before the answer. Rejected are calls whose pictures the judge scores 0. The
-    paper's judge is the policy in a second role, and withholds unhelpful images from it. Ours is
-    the judge of rewards.py, and nothing is withheld.
-    """
+    paper's judge is the policy in a second role, and withholds unhelpful images from it. Ours
+    is the judge of rewards.py, and nothing is withheld."""
     rewards = []
     for t in group:
         r, shown = outcome(t, judge), calls(t)

@@ -87,9 +87,9 @@ def act_out(sample: Sample, turns: list[str]) -> Trajectory:
 
 
 def zoo_table(played: dict[str, Trajectory]) -> str:
-    """What every reward pays each trajectory, in a group with seven that answer at once, four of
-    them right. "!": more than an honest trajectory earns; that is one with one right crop if this
-    one showed the target, else a guess. Left out: the null, which pays at random."""
+    """What every reward pays each trajectory, in a group with seven that answer at once, four
+    of them right. "!": more than an honest trajectory earns; that is one with one right crop
+    if this one showed the target, else a guess. Left out: the null, which pays at random."""
     guess = played["a guess"]
     others = [guess] * 4 + [replace(guess, answer="no idea")] * 3
     rewards = {name: reward for name, reward in (REWARDS | RIVALS).items() if name != "random"}

@@ -108,8 +108,8 @@ def is_open(reply: str | None, reference: str, options: Sequence[str] = ()) -> b
 
 
 def read_choice(reply: str, options: Sequence[str] = ()) -> str | None:
-    """The one option that a reply names, as a letter; None if it names none, or several. Without
-    options any letter is one."""
+    """The one option that a reply names, as a letter; None if it names none, or several.
+    Without options any letter is one."""
     text = final_answer(reply)
     letters = LETTERS[: len(options) or None]
 
@@ -141,8 +141,8 @@ def same_answer(reply: str, reference: str) -> bool:
 
 
 def same_text(reply: str, reference: str) -> bool:
-    """Equal but for case, hyphens between letters, a first article and outer punctuation, and for
-    blanks after a comma or between a number and its unit."""
+    """Equal but for case, hyphens between letters, a first article and outer punctuation, and
+    for blanks after a comma or between a number and its unit."""
 
     def plain(text: str) -> str:
         text = re.sub(r"(?<=[^\W\d])-(?=[^\W\d])", " ", text.casefold()).strip(" .,;:!?")
