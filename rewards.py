@@ -43,9 +43,11 @@ from sandbox import Observation
 
 
 def grade(answer: str | None, sample: Sample, judge: Judge | None) -> float | None:
-    """r_acc of Eq. 5: 1 right, 0 wrong, by the rules of kit/answers.py. An open answer that
-    they call wrong goes to the judge, if that has a `same_answer`; None if it then has no
-    verdict. Raises ValueError for a reference that is none of the options."""
+    """r_acc of Eq. 5: 1 right, 0 wrong, by the sample's own rule, else by those of kit/answers.py.
+    An open answer that they call wrong goes to the judge, if that has a `same_answer`; None if
+    it then has no verdict. Raises ValueError for a reference that is none of the options."""
+    if sample.rule:
+        return float(len(answer) <= MAX_ANSWER and sample.rule(answer, sample.answer))
     asked = answer, sample.answer, sample.options
     try:
         if is_correct(*asked):

@@ -43,18 +43,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate import Accelerator, InitProcessGroupKwargs
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from data import Sample, demonstrations, load_rl, toy_questions
-from evaluate import Unusable, curves, evaluate, load_toy, report, table
+from evaluate import curves, evaluate, lines, load_toy, table
 from faithfulness import rates
 from grpo import ADVANTAGES, LOSS_AVERAGES, LogProbs, Objective, Row, learn, micro_batches
 from kit.flags import knob, parse, refusals, through_door
 from kit.folder import Run, can_be_made, read_config, write_json
+from kit.page import report
 from kit.processes import actor_of, gathered, merged, mine, parts, processes, shard, sync
 from kit.qwen import Policy, check_checkpoint, freeze_vision
+from kit.records import Unusable
 from kit.tables import read_rows
 from rewards import (
     BoxJudge,
@@ -368,7 +370,7 @@ def measure_policy(
         several = {}
         yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)
         if run.n > 1 and out:  # each process plays its part of the questions
-            several = dict(wave=math.ceil(len(world.measured) / run.n), processes=PartialState())
+            several = dict(wave=math.ceil(len(world.measured) / run.n))
         elif not run.first:
             return {}
         how = dict(rules=yardstick, out=out) | several
@@ -540,7 +542,7 @@ def finish(
     names = {"sft": "SFT", "rl": "TAPO" if config.reward == "tapo" else config.reward}
     columns = {names[stage]: metrics for stage, metrics in stages.items()}
     curves(run.log_lines("rl"), run.folder / "curves.png")
-    page = report(run.folder, columns)
+    page = report(run.folder, lines(columns), ["curves.png"])
     write_json(run.folder / "summary.json",
                {"config": asdict(config), "seconds": seconds, "stages": stages})  # fmt: skip
     print(f"\n{table(columns)}\n\n{page}\n{run.folder / 'summary.json'}")

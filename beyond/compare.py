@@ -1,66 +1,36 @@
 """
 compare.py: several runs in one table, one figure and one page.
 
-Concept     Several runs in one table, one figure and one page.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     A number means little alone. Runs side by side, each rate with its interval, and the
+            same episode as every run played it.
+Paper       nothing: Tables 1 to 4 stand side by side in the same way
+In          folders with the summary.json of train.py or evaluate.py
+Out         a table, compare.png, report.html
+Left out    tests of significance: intervals of one run each, and no seeds
+Read next   kit/page.py (episodes side by side), study.py (the same for every reward)
+
+    python evaluate.py --compare runs/toy runs/accuracy --out runs
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from evaluate import COLORS, LABELS, MARKERS, Episodes, _publish, make_folder, spread, table
+from evaluate import COLORS, LABELS, MARKERS, lines, table
+from kit.flags import knob, parse, refusals
+from kit.page import report_runs
 
 
-def compare(columns: dict[str, dict], path: Path) -> None:
-    """Several runs in one figure: a row for each rate, a mark for each run."""
-    measured = {name for metrics in columns.values() for name in metrics} - {"n", "ungraded"}
-    labels = {name: label for name, label in LABELS.items() if name in measured}
-    size = 8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    styles = itertools.cycle(zip(COLORS, MARKERS))
-    for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
-        aside = 0.5 * (i + 0.5) / len(columns) - 0.25  # so that equal values do not hide each other
-        values = [metrics.get(name) for name in labels]
-        places = [(value, row + aside) for row, value in enumerate(values) if value is not None]
-        axes.plot(*zip(*places), color=color, marker=marker, linestyle="none", label=run)
-        for row, name in enumerate(labels):  # 95 % intervals
-            ends = metrics.get("rates", {}).get(name, {}).get("interval")
-            axes.plot(ends or [], [row + aside] * len(ends or []), color=color, linewidth=1)
-    axes.set_yticks(range(len(labels)), labels.values())
-    axes.set(xlim=(-0.02, None), ylim=(max(len(labels), 1) - 0.5, -0.5), xlabel="rate")
-    axes.grid(alpha=0.3)
-    if columns:
-        figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=120)
+@dataclass(frozen=True)
+class Options:
+    """Show several runs in one table, one figure and one page."""
 
-
-def report_runs(folder: Path, runs: Sequence[str], columns: dict[str, dict]) -> Path:
-    """report.html in `folder`: samples that all runs played, side by side. A run that kept no
-    episodes is only in the table."""
-    kept = {run.rstrip("/"): Episodes(Path(run)) for run in runs}
-    kept = {run: episodes for run, episodes in kept.items() if len(episodes)}
-    ids = [dict.fromkeys(episodes.ids) for episodes in kept.values()] or [{}]
-    common = [id for id in ids[0] if all(id in own for own in ids)]
-    plays = []
-    for id in spread(common, max(1, 50 // len(runs))):
-        at = {run: episodes.ids.index(id) for run, episodes in kept.items()}  # its first play
-        plays.append([(run, kept[run][i], kept[run].rewards[i]) for run, i in at.items()])
-    return _publish(folder, plays, columns, len(common))
-
-
-# Command line
+    compare: list[str] = knob(None, "folders with summary.json", metavar="RUN", nargs="+")
+    out: Path = knob(Path("runs/eval"), "folder for the figure and the page", metavar="DIR")
 
 
 def columns_of(runs: Sequence[str]) -> dict[str, dict]:
@@ -79,15 +49,35 @@ def columns_of(runs: Sequence[str]) -> dict[str, dict]:
     return columns
 
 
-def compare_runs(runs: Sequence[str], out: Path) -> None:
-    columns = columns_of(runs)
-    make_folder(out)
-    compare(columns, out / "compare.png")
-    print(table(columns), out / "compare.png", report_runs(out, runs, columns), sep="\n\n")
+def compare(columns: dict[str, dict], path: Path) -> None:
+    """One figure: a row for each rate, a mark for each column, a line for its 95 % interval."""
+    measured = {name for metrics in columns.values() for name in metrics} - {"n", "ungraded"}
+    labels = {name: label for name, label in LABELS.items() if name in measured}
+    size = 8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    styles = itertools.cycle(zip(COLORS, MARKERS))
+    for i, ((run, metrics), (color, marker)) in enumerate(zip(columns.items(), styles)):
+        aside = 0.5 * (i + 0.5) / len(columns) - 0.25  # so that equal values do not hide each other
+        values = [metrics.get(name) for name in labels]
+        places = [(value, row + aside) for row, value in enumerate(values) if value is not None]
+        axes.plot(*zip(*places), color=color, marker=marker, linestyle="none", label=run)
+        for row, name in enumerate(labels):
+            ends = metrics.get("rates", {}).get(name, {}).get("interval") or []
+            axes.plot(ends, [row + aside] * len(ends), color=color, linewidth=1)
+    axes.set_yticks(range(len(labels)), labels.values())
+    axes.set(xlim=(-0.02, None), ylim=(max(len(labels), 1) - 0.5, -0.5), xlabel="rate")
+    axes.grid(alpha=0.3)
+    if columns:
+        figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=120)
 
 
-def main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    try:
-        compare_runs(args.compare, args.out)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
+def main(argv: list[str]) -> None:
+    options = parse(Options, argv)
+    with refusals():
+        columns = columns_of(options.compare)
+        options.out.mkdir(parents=True, exist_ok=True)
+        compare(columns, options.out / "compare.png")
+        page = report_runs(options.out, options.compare, lines(columns), ["compare.png"])
+    print(table(columns), options.out / "compare.png", page, sep="\n\n")

@@ -1,67 +1,61 @@
 """
-benchmarks.py: ten public benchmarks: how a row becomes a question, and by which rule an answer is right.
+benchmarks.py: ten public benchmarks, where a row becomes a question and a rule says what is right.
 
-Concept     Ten public benchmarks: how a row becomes a question, and by which rule an answer is right.
-Paper       nothing
-In          
-Out         
-Left out    
-Read next   
+Concept     Each benchmark is published in several forms, with columns of its own. A row of any form
+            becomes the same fields: a question, its options, its answer, and so on.
+Paper       CodeV, arXiv:2511.19661, Tables 3 and 4: the benchmarks and how each is scored
+In          a row of a table (kit/tables.py), as a dict
+Out         the fields of a question as a dict; the score of a benchmark and of its parts
+Left out    tools of VLMEvalKit that read an answer out of free prose
+Read next   evaluate.py (load_bench makes Samples of these fields)
 """
 
-from __future__ import annotations
-
 import ast
-import itertools
 import json
-import math
 import re
-import string
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from string import ascii_uppercase as LETTERS
 
 from PIL import Image
 
 from kit.answers import final_answer, read_number, same_answer
-from kit.boxes import Box
+from kit.boxes import outwards
 from kit.tables import read_image
 from kit.usable import Bad
-
-# The public benchmarks: how a row becomes a question, and by which rule an answer to it is right
 
 
 @dataclass(frozen=True)
 class Bench:
     """A benchmark of the paper's Tables 3 and 4.
 
-    where   hub name:split (data.read_rows); --data gives another place, such as VLMEvalKit's TSV
-    read    a row -> the fields of its Sample but the image; `part`, by which the score is split;
-            perhaps `cycle`; perhaps `rule`(answer, reference) -> bool instead of rewards.is_correct
+    where   hub name:split (tables.read_rows); VLMEvalKit's TSV files have the same questions
+    read    a row -> id, question, options, answer, part (the score is split by it), and perhaps
+            boxes, cycle, and the benchmark's own rule(answer, reference) -> bool; or raises Bad
     """
 
     where: str
     read: Callable[[dict], dict]
-    kind: str = "neutral"  # of every Sample
+    kind: str = "neutral"  # "search": the evidence must be looked for
     judged: bool = False  # open answers that the rules call wrong go to a judge
     mean_of_parts: bool = False  # the score is the mean of the parts' scores, not of all answers
 
 
-REQUIRED = object()
-LETTERS = string.ascii_uppercase
+def maybe(row: dict, *names: str):
+    """The cell of the first of these columns that is not empty; None if all are empty."""
+    cells = (row.get(name) for name in names)
+    return next((cell for cell in cells if cell not in (None, "", [], {})), None)
 
 
-def filled(row: dict, *names: str, default: object = REQUIRED):
-    """What the first of these columns that is not empty holds."""
-    for name in names:
-        if (cell := row.get(name)) not in (None, "", [], {}):
-            return cell
-    if default is REQUIRED:
+def filled(row: dict, *names: str):
+    """The same, but at least one of the columns has to be filled."""
+    if (cell := maybe(row, *names)) is None:
         raise Bad(names[0], f"expected something in column {' or '.join(names)}")
-    return default
+    return cell
 
 
 def literal(cell: object) -> object:
@@ -76,20 +70,20 @@ def ask(row: dict, question: str, options: Iterable, answer: object, part: str, 
     options, answer = tuple(map(str, options)), str(answer)
     if options and answer not in {*LETTERS[: len(options)], *options}:
         raise Bad("answer", f"{answer!r} is neither a letter nor a text of {options}")
-    ids = ("index", "id", "pid", "sample_index", "question_id", "Question_id")
-    return {"id": str(filled(row, *ids, default="")), "question": question.strip(),
-            "options": options, "answer": answer, "part": part, **more}  # fmt: skip
+    id = maybe(row, "index", "id", "pid", "sample_index", "question_id", "Question_id")
+    words = {"id": "" if id is None else str(id), "question": question.strip()}
+    return words | {"options": options, "answer": answer, "part": part} | more
 
 
 def lettered(row: dict) -> list[str]:
-    letters = [c for c in LETTERS if filled(row, c, default=None) is not None]
+    """The options of VLMEvalKit's TSVs, which stand in columns A, B, C, ..."""
+    letters = [c for c in LETTERS if maybe(row, c) is not None]
     if letters != list(LETTERS[: len(letters)]):
         raise Bad("A", f"expected options A, B, ... without a gap, got {', '.join(letters)}")
     return [row[c] for c in letters]
 
 
 def choose(row: dict, part: str, **more) -> dict:
-    """Multiple choice as in VLMEvalKit's TSVs: columns A, B, C, ... hold the options."""
     if not (options := lettered(row)):
         raise Bad("A", "expected options in columns A, B, ...")
     return ask(row, filled(row, "question"), options, filled(row, "answer"), part, **more)
@@ -107,14 +101,9 @@ def vstar(row: dict) -> dict:
     labels = row["folder"] / Path(filled(row, "image")).with_suffix(".json")
     if not labels.is_file():
         raise Bad("image", f"expected its boxes in {labels}")
-    boxes = tuple(map(corners, json.loads(labels.read_text(encoding="utf-8"))["bbox"]))
+    found = json.loads(labels.read_text(encoding="utf-8"))["bbox"]  # x, y, width, height of each
+    boxes = tuple(outwards(x, y, x + width, y + height) for x, y, width, height in found)
     return ask(row, question, options, filled(row, "label"), part, boxes=boxes)
-
-
-def corners(xywh: Sequence[float]) -> Box:
-    """x, y, width, height -> x0, y0, x1, y1 in whole pixels, rounded outwards."""
-    x, y, width, height = xywh
-    return math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
 
 
 def hrbench(row: dict) -> dict:
@@ -123,15 +112,14 @@ def hrbench(row: dict) -> dict:
     parts, kind = {"single": "FSP", "cross": "FCP"}, filled(row, "category")
     if kind not in parts:
         raise Bad("category", f"expected single or cross, got {kind!r}")
-    return choose(row, parts[kind], cycle=filled(row, "cycle_category"))
+    return choose(row, parts[kind], cycle=str(filled(row, "cycle_category")))
 
 
 def mme_realworld(row: dict) -> dict:
     part = filled(row, "Task", "category").split("/")[0]  # Perception or Reasoning
-    if filled(row, "A", default=None):
-        return choose(row, part)
-    options = literal(filled(row, "multi-choice options", "Answer choices"))
-    options = [re.sub(r"^\([A-E]\) ?", "", option) for option in options]
+    if not (options := lettered(row)):
+        listed = literal(filled(row, "multi-choice options", "Answer choices"))
+        options = [re.sub(r"^\([A-E]\) ?", "", option) for option in listed]
     question, answer = filled(row, "question", "Text"), filled(row, "answer", "Ground truth")
     return ask(row, question, options, answer, part)
 
@@ -162,17 +150,18 @@ def rows_and_columns(answer: str, reference: str) -> bool:
 
 def mathvista(row: dict) -> dict:
     question, form, answer = (filled(row, c) for c in ("question", "answer_type", "answer"))
-    part = filled(literal(filled(row, "metadata", default=row)), "task", default=form)
+    part = maybe(literal(maybe(row, "metadata") or row), "task") or form
     if filled(row, "question_type") == "multi_choice":
-        choices = literal(filled(row, "choices"))
-        return ask(row, question.split("\nChoices:")[0], choices, answer, part)
-    digits = int(float(filled(row, "precision", default=len(str(answer).partition(".")[2]))))
+        question = question.split("\nChoices:")[0]
+        return ask(row, question, literal(filled(row, "choices")), answer, part)
+    precision = maybe(row, "precision")
+    digits = len(str(answer).partition(".")[2]) if precision is None else int(float(precision))
     wanted, rule = {
         "integer": ("a whole number", partial(rounded, int)),
         "float": (f"a number with {digits} decimals", partial(rounded, lambda x: round(x, digits))),
         "list": ("a Python list", same_list),
     }.get(form, ("a word or two", None))
-    unit = f" (Unit: {row['unit']})" if filled(row, "unit", default=None) else ""
+    unit = f" (Unit: {row['unit']})" if maybe(row, "unit") else ""
     return ask(row, f"{question}{unit}\nAnswer with {wanted}.", (), answer, part, rule=rule)
 
 
@@ -193,13 +182,13 @@ def mathverse(row: dict) -> dict:
     """(Of the version "Vision Only" even the question stands in the image.)"""
     question, *choices = filled(row, "question", "query_wo").split("\nChoices:")
     options = re.findall(r"^[A-Z]:(.*)$", "".join(choices), re.MULTILINE)
-    about = {**(literal(filled(row, "metadata", default={}))), **row}
+    about = {**literal(maybe(row, "metadata") or {}), **row}
     return ask(row, question, options, filled(row, "answer"), filled(about, "problem_version"))
 
 
 def mathvision(row: dict) -> dict:
     question = re.sub(r"<image\d+>", "", filled(row, "question"))
-    options = literal(filled(row, "options", "choices", default=[]))
+    options = literal(maybe(row, "options", "choices") or [])
     return ask(row, question, options, filled(row, "answer"), filled(row, "subject", "category"))
 
 
@@ -212,12 +201,11 @@ def charxiv(row: dict) -> dict:
 
 def mmmu(row: dict) -> dict:
     """A question may have images <image 1> to <image 7>: `picture` joins them to one."""
-    options = literal(filled(row, "options", default=[])) or lettered(row)
+    options = literal(maybe(row, "options") or []) or lettered(row)
     question, answer = filled(row, "question"), str(filled(row, "answer"))
     if len(set(re.findall(r"<image (\d)>", question))) > 1:
         question += "\n(The images stand below each other, image 1 at the top.)"
-    subject = filled(row, "category", "id")
-    subject = re.sub(r"^[a-z]+_|_\d+$", "", subject)  # of an id such as validation_Math_1
+    subject = re.sub(r"^[a-z]+_|_\d+$", "", filled(row, "category", "id"))  # validation_Math_1
     rule = any_of if not options and answer.startswith("[") else None
     question = re.sub(r"<image (\d)>", r"[image \1]", question)
     return ask(row, question, options, answer, subject, rule=rule)
@@ -232,27 +220,25 @@ BENCHES = {
     "hrbench4k": Bench("DreamMr/HR-Bench:hr_bench_4k", hrbench, "search"),
     "hrbench8k": Bench("DreamMr/HR-Bench:hr_bench_8k", hrbench, "search"),
     "vlmblind": Bench("XAI/vlmsareblind:valid", vlmblind, mean_of_parts=True),
-    "mme-realworld-lite": Bench("yifanzhang114/MME-RealWorld-lite-lmms-eval",
-                                mme_realworld, "search"),
+    "mme-realworld-lite": Bench(
+        "yifanzhang114/MME-RealWorld-lite-lmms-eval", mme_realworld, "search"
+    ),
     "mathvista": Bench("AI4Math/MathVista:testmini", mathvista, judged=True),
     "mathverse": Bench("AI4Math/MathVerse:testmini.parquet", mathverse, judged=True),
     "mathvision": Bench("MathLLMs/MathVision:testmini", mathvision),
     "charxiv": Bench("princeton-nlp/CharXiv:val", charxiv, judged=True),
     "mmmu": Bench("lmms-lab/MMMU:validation", mmmu, judged=True),
-}  # fmt: skip
-
+}
 
 PICTURES = ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)))
 
 
 def picture(row: dict, folder: Path) -> Image.Image:
     """A row's image; several are joined below each other, so that there is one to look at."""
-    cells = [cell for name in PICTURES if (cell := filled(row, name, default=None)) is not None]
+    cells = [cell for name in PICTURES if (cell := maybe(row, name)) is not None]
     if "image_1" not in row:
         cells = literal(cells[0]) if str(cells[0])[:1] == "[" else cells[:1]
     images, gap = [read_image(cell, folder) for cell in cells], 16
-    if len(images) == 1:
-        return images[0]
     size = max(i.width for i in images), sum(i.height + gap for i in images) - gap
     sheet, y = Image.new("RGB", size, "white"), 0
     for image in images:
@@ -261,23 +247,21 @@ def picture(row: dict, folder: Path) -> Image.Image:
     return sheet
 
 
-def published(
-    sources: Sequence[str], correct: Sequence[float], mean_of_parts: bool = False
-) -> dict[str, float]:
-    """The scores of the benchmark ("all") and of its parts. With cycles (HR-Bench) each is the mean
-    of the cycles' accuracies; with `mean_of_parts` (VLMs are blind) "all" is a mean over parts.
+def published(answers: Iterable[tuple[str, str, float]], mean_of_parts: bool = False) -> dict:
+    """The scores of a benchmark ("all") and its parts. With cycles (HR-Bench) each is the mean of
+    the cycles' accuracies; with `mean_of_parts` (VLMs are blind) "all" is a mean over parts. Each
+    answer is its part, its cycle ("" where there are none), and 1 if it is right, else 0.
 
-    >>> published(["b/p/0", "b/p/0", "b/p/1"], [1, 0, 1])
+    >>> published([("p", "0", 1), ("p", "0", 0), ("p", "1", 1)])
     {'p': 0.75, 'all': 0.75}
     """
-    cycles: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    for source, right in zip(sources, correct, strict=True):
-        _, part, cycle = f"{source}//".split("/")[:3]
+    cycles = defaultdict(lambda: defaultdict(list))
+    for part, cycle, right in answers:
         cycles[cycle][part].append(right)
     scores = defaultdict(list)
     for parts in cycles.values():
         means = {part: fmean(rights) for part, rights in sorted(parts.items())}
-        total = means.values() if mean_of_parts else itertools.chain(*parts.values())
+        total = means.values() if mean_of_parts else sum(parts.values(), [])
         for part, value in (means | {"all": fmean(total)}).items():
             scores[part].append(value)
     return {part: fmean(values) for part, values in scores.items()}

@@ -96,11 +96,12 @@ def checked(options: T) -> T:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def refusals(*kinds: type[Exception]) -> Iterator[None]:
     """An error inside that the user can mend becomes one line, and the end of the program."""
+    kinds = kinds or (ValueError, OSError)
     try:
         yield
-    except (ValueError, OSError) as error:
+    except kinds as error:
         ArgumentParser(usage="%(prog)s [flags]").error(str(error))
 
 

@@ -13,7 +13,6 @@ Read next   page.jinja (all of the markup)
 import base64
 import hashlib
 import io
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -26,6 +25,8 @@ from PIL import Image
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
+
+from kit.records import Records
 
 PAGE_LIMIT = 4_500_000  # bytes of episodes on one page; trajectories.jsonl has all of them
 FIELDS = {"sample", "steps", "acted", "answer", "ended", "correct", "look", "failed"}
@@ -45,11 +46,10 @@ def report(folder: Path, table: Table, figures: Sequence[str] = (), shown: int =
     """Write folder/report.html: the table, the figures, and at most `shown` episodes of the folder,
     evenly spread. `figures` are names of PNG files in the folder.
 
-    Raises ValueError for a line of trajectories.jsonl that is no episode.
+    Raises Unusable for a line of trajectories.jsonl that is no episode.
     """
-    episodes = index(folder)
-    picked = spread(episodes, shown)
-    cards = [[Play("", folder, line_at(folder, start))] for _, start in picked]
+    episodes = episodes_in(folder)
+    cards = [[Play("", folder, line)] for line in spread(episodes, shown)]
     return publish(folder, cards, len(episodes), table, figures)
 
 
@@ -58,40 +58,30 @@ def report_runs(
 ) -> Path:
     """Write folder/report.html: samples that all runs played, side by side. `runs` are folders. A
     run without trajectories.jsonl is only in the table. The rest is as in `report`."""
-    # Read backwards, so that the first of several plays of a sample replaces the others.
-    plays = {run: dict(reversed(found)) for run in runs if (found := index(Path(run)))}
-    ids = reversed(next(iter(plays.values()), {}))
-    common = [id for id in ids if all(id in starts for starts in plays.values())]
+    lines = {run: found for run in runs if (found := episodes_in(Path(run)))}
+    places = {run: {} for run in lines}  # of each sample: where it was played first
+    for run, found in lines.items():
+        for place, line in enumerate(found):
+            places[run].setdefault(line["sample"]["id"], place)
+    first = next(iter(places.values()), {})
+    common = [id for id in first if all(id in found for found in places.values())]
     cards = [
-        [Play(run.rstrip("/"), Path(run), line_at(Path(run), at[id])) for run, at in plays.items()]
+        [Play(run.rstrip("/"), Path(run), lines[run][at[id]]) for run, at in places.items()]
         for id in spread(common, max(1, 50 // len(runs)))
     ]
     return publish(folder, cards, len(common), table, figures)
 
 
-def index(folder: Path) -> list[tuple[str, int]]:
-    """(id of the sample, first byte) of each line of the folder's trajectories.jsonl; [] without
-    that file. The lines themselves do not stay in memory: there may be many."""
-    path, found, start = folder / "trajectories.jsonl", [], 0
-    for number, text in enumerate(path.open("rb") if path.exists() else (), start=1):
-        try:
-            line = json.loads(text)
-            if missing := FIELDS - set(line):
-                raise ValueError(f"no {', '.join(sorted(missing))}")
-            found.append((line["sample"]["id"], start))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number}: expected an episode as a JSON object, but "
-                f"{type(error).__name__}: {error}; delete the file and play the episodes again"
-            ) from error
-        start += len(text)
-    return found
+def episodes_in(folder: Path) -> Sequence[dict]:
+    """The lines of the folder's trajectories.jsonl; none without that file."""
 
+    def episode(line: dict, folder: Path) -> dict:
+        if missing := FIELDS - set(line):
+            raise ValueError(f"no {', '.join(sorted(missing))}")
+        return line
 
-def line_at(folder: Path, start: int) -> dict:
-    with (folder / "trajectories.jsonl").open("rb") as file:
-        file.seek(start)
-        return json.loads(file.readline())
+    path = folder / "trajectories.jsonl"
+    return Records(path, episode) if path.exists() else []
 
 
 def spread(items: Sequence, most: int) -> Sequence:

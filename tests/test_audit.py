@@ -145,7 +145,7 @@ def test_an_audit_needs_boxes():
 
 def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monkeypatch):
     told = tapo(toy, BoxJudge(), Lambdas(), random.Random(0))
-    evaluate.write_trajectories(toy, told, folder=tmp_path)
+    evaluate.write_trajectories(tmp_path / evaluate.EPISODES, toy, told)
     beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "9"])
     assert "3 questions" in capsys.readouterr().out
     asked = []

@@ -1,52 +1,51 @@
-"""python -m pytest tests/test_evaluate.py      about 10 s, and 10 s more where chromium is found"""
+"""python -m pytest tests/test_evaluate.py      about 25 s, and 25 s more for the two processes"""
 
-import base64
-import html
-import io
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+from collections import Counter
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ANSWER, FAIL, LOOK, PRINT, RULES, SHORT, scripted
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 import evaluate as module
-from beyond.compare import columns_of, compare, report_runs
-from data import USUAL_TEXTURE, Sample
+from data import USUAL_TEXTURE, Sample, toy_questions
 from evaluate import (
-    OUT_OF_PRIOR,
-    PAGE_LIMIT,
     curves,
     evaluate,
-    highlight,
+    fingerprint,
+    judges_of,
+    load_bench,
     load_toy,
     main,
     measure,
-    page,
-    picture_url,
     read_trajectories,
-    report,
-    runs_of,
-    scored,
     table,
+    write_trajectories,
 )
-from rewards import BoxJudge, Reward
+from kit.records import file_of
+from kit.tables import Lazy
+from rewards import BoxJudge, ChatJudge, Reward, grade
 from rollout import Trajectory, Turn
 from sandbox import Observation
+from test_benchmarks import ROWS, write_tsv
+
+ROOT = Path(module.__file__).parent
+FILE = "trajectories.jsonl"
 
 
-def write_trajectories(trajectories, rewards, folder):
-    module.write_trajectories(trajectories, rewards, folder=folder)
+def write(trajectories, rewards, folder):
+    write_trajectories(folder / FILE, trajectories, rewards)
 
 
 def in_memory(trajectories):
@@ -60,11 +59,6 @@ def in_memory(trajectories):
 
 def plain(image):
     return Image.frombytes(image.mode, image.size, image.tobytes())
-
-
-def shown(trajectories, rewards, columns):
-    plays = [[("", *pair)] for pair in zip(trajectories, rewards)]
-    return page(plays, columns, (), len(plays))
 
 
 TARGET = (76, 140, 120, 184)
@@ -111,12 +105,27 @@ def worked_example():
     return [t for t, _ in pairs], [r for _, r in pairs]
 
 
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    """The ids of the samples that were played, in order. (And `scripted` knows a trajectory by its
+    id(), so none may make room for another while a test runs.)"""
+    ids, alive, play = [], [], module.play
+
+    def counted(policy, samples, *more):
+        ids.extend(sample.id for sample in samples)
+        alive.append(play(policy, samples, *more))
+        return alive[-1]
+
+    monkeypatch.setattr(module, "play", counted)
+    return ids
+
+
 # --- play and measure ------------------------------------------------------------------------
 
 
 def test_the_toy_has_half_as_many_questions_against_its_prior_and_repeats_exactly():
     samples = load_toy(n=12, seed=3)
-    against = [s for s in samples if s.source == OUT_OF_PRIOR]
+    against = [s for s in samples if s.against_prior]
     assert len(samples) == 18 and len(against) == 6
     assert len({s.id for s in samples}) == 18
     usual = [USUAL_TEXTURE[s.question.split()[5]] for s in against]
@@ -130,10 +139,10 @@ def test_evaluate_plays_each_sample_once_scores_each_step_and_keeps_the_episodes
 ):
     scripts, rules = [[LOOK, ANSWER], [FAIL, PRINT, SHORT], [SHORT]], replace(RULES, turns=2)
     with scripted(policy, scripts):
-        metrics, played = evaluate(policy, samples[:3], BoxJudge(), rules=rules, out=tmp_path)
+        metrics, played, _ = evaluate(policy, samples[:3], BoxJudge(), rules=rules, out=tmp_path)
     assert [t.sample.id for t in played] == [s.id for s in samples[:3]]
     assert metrics["n"] == 3
-    kept, rewards = read_trajectories(tmp_path / "trajectories.jsonl")
+    kept, rewards = read_trajectories(tmp_path / FILE)
     assert [len(r.scores) for r in rewards] == [1, 2, 0]
     assert [t.answer for t in kept] == ["checker", None, "red"]
     assert kept[1].ended == "turns"
@@ -158,7 +167,7 @@ def test_evaluating_nothing_is_refused(policy):
 
 
 def test_questions_against_the_prior_count_for_one_number_only():
-    against = replace(SAMPLE, source=OUT_OF_PRIOR)
+    against = replace(SAMPLE, against_prior=True)
     pairs = [
         episode(SAMPLE, looked(), scores=(1.0,)),
         episode(SAMPLE, right=0.0),
@@ -178,42 +187,56 @@ def test_questions_against_the_prior_count_for_one_number_only():
 
 def test_trajectories_come_back_as_they_were_written(tmp_path):
     trajectories, rewards = worked_example()
+    told = {"source": "hrbench4k", "part": "FSP", "cycle": "2", "against_prior": True}
+    trajectories[0].sample = replace(SAMPLE, **told, rule=str.endswith)  # a rule is not written
     trajectories[0].turns[0].text += "\u2028 \ud800 \x00 ' \" </script>"  # lone surrogate and all
-    write_trajectories(trajectories, rewards, tmp_path / "here")
+    write(trajectories, rewards, tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")  # a folder may be moved, or sent to somebody
     back, rewards_back = read_trajectories(tmp_path / "there" / "trajectories.jsonl")
+    trajectories[0].sample = replace(trajectories[0].sample, rule=None)
     assert in_memory(list(back)) == trajectories  # pictures too: PIL compares their pixels
     assert rewards_back == rewards
 
 
 def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
-    write_trajectories(*worked_example(), tmp_path)
-    first, second, _ = map(json.loads, (tmp_path / "trajectories.jsonl").open())
+    write(*worked_example(), tmp_path)
+    first, second, third = map(json.loads, (tmp_path / FILE).open())
     documented = re.findall(r"^    ([a-z]+)  +", module.__doc__, re.MULTILINE)
     assert set(first) == {*documented, "prompt", "prompt_images"}
     assert first["sample"]["boxes"] == [list(TARGET)] and first["sample"]["answer"] == "checker"
     assert [step["score"] for step in first["steps"]] == [1.0, None]
     assert [step["score"] for step in second["steps"]] == [-1.0, None]
     assert (first["correct"], second["correct"]) == (True, False)
+    assert [x["look"] for x in (first, second, third)] == ["faithful", "unfaithful", "no tool"]
+    assert [x["failed"] for x in (first, second, third)] == [0, 1, 0]
+    named = re.search(r"sample    (.*?)\. Its bench", module.__doc__, re.DOTALL)[1]
+    assert set(first["sample"]) <= set(re.findall(r"\w+", named)) and "rule" not in first["sample"]
     assert first["acted"] == [[False, 30], [True, 10], [False, 5], [True, 10], [False, 5]]
     crop = tmp_path / first["steps"][0]["observation"]["images"][0]
     assert Image.open(crop).size == (64, 64)
     assert second["steps"][0]["observation"]["red_lines"] == ["invalid_coords"]
 
 
+def test_a_verdict_that_is_missing_is_null(tmp_path):
+    pairs = [episode(right=right) for right in (1.0, 0.0, None)]
+    write(*zip(*pairs), tmp_path)
+    lines = map(json.loads, (tmp_path / FILE).open())
+    assert [line["correct"] for line in lines] == [True, False, None]
+
+
 @pytest.mark.parametrize("line", ["{", "{}", "[]", "[" * 99_999, '{"sample": 1, "reward": {}}'])
 def test_a_line_that_is_no_trajectory_is_named(line, tmp_path):
-    write_trajectories(*worked_example(), tmp_path)
-    file = tmp_path / "trajectories.jsonl"
+    write(*worked_example(), tmp_path)
+    file = tmp_path / FILE
     file.write_text(file.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=r"jsonl, line 4: expected a trajectory"):
+    with pytest.raises(ValueError, match=r"jsonl, line 4: expected an episode as evaluate.py desc"):
         read_trajectories(file)
 
 
 @pytest.mark.parametrize("field", ["steps", "acted"])
 def test_a_line_that_lacks_a_field_is_named_when_it_is_read(field, tmp_path):
-    write_trajectories(*worked_example(), tmp_path)
-    file = tmp_path / "trajectories.jsonl"
+    write(*worked_example(), tmp_path)
+    file = tmp_path / FILE
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     del lines[1][field]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -221,23 +244,30 @@ def test_a_line_that_lacks_a_field_is_named_when_it_is_read(field, tmp_path):
         list(read_trajectories(file)[0])
 
 
-def test_no_episodes_make_an_empty_file_and_a_page_that_says_so(tmp_path):
-    write_trajectories([], [], tmp_path)
-    assert list(map(list, read_trajectories(tmp_path / "trajectories.jsonl"))) == [[], []]
-    assert "0 of 0 episodes" in report(tmp_path, {}).read_text()
+def test_a_file_is_read_as_far_as_one_asks_and_may_be_empty_but_not_missing(tmp_path):
+    write(*worked_example(), tmp_path)
+    trajectories, rewards = read_trajectories(tmp_path / FILE, first=2)
+    assert [t.sample.id for t in trajectories] == ["one", "two"] and len(rewards) == 2
+    write([], [], tmp_path)
+    assert list(map(list, read_trajectories(tmp_path / FILE))) == [[], []]
+    with pytest.raises(FileNotFoundError, match="none/trajectories.jsonl"):
+        read_trajectories(tmp_path / "none" / FILE)
 
 
-def test_a_turn_without_code_has_no_score_even_between_turns_that_have_one():
+def test_a_turn_without_code_has_no_score_even_between_turns_that_have_one(tmp_path):
     turns = [looked(), ("<think>So.</think>", None, None), looked()]
     trajectory, reward = episode(SAMPLE, *turns, scores=(1.0, 0.5))
-    assert [score for _, score in scored(trajectory, reward)] == [1.0, None, 0.5]
+    write([trajectory], [reward], tmp_path)
+    line = json.loads((tmp_path / FILE).read_text())
+    assert [step["score"] for step in line["steps"]] == [1.0, None, 0.5]
 
 
-@given(st.lists(st.booleans()))
-def test_runs_of_tokens_unroll_to_the_tokens(acted):
-    runs = runs_of(acted)
-    assert [who for who, count in runs for _ in range(count)] == acted
-    assert all(a != b for (a, _), (b, _) in itertools.pairwise(runs))
+def test_runs_of_tokens_unroll_to_the_tokens(tmp_path):
+    for acted in ([], [True], [False] * 3, [True, False, False, True, True]):
+        write([replace(episode()[0], acted=acted)], [Reward(1.0, 0.0, 0.0)], tmp_path)
+        runs = json.loads((tmp_path / FILE).read_text())["acted"]
+        assert all(a != b for (a, _), (b, _) in itertools.pairwise(runs))
+        assert read_trajectories(tmp_path / FILE)[0][0].acted == acted
 
 
 # --- table and figures -----------------------------------------------------------------------
@@ -280,200 +310,260 @@ def test_every_curve_can_be_told_apart_without_colour():
     assert len(set(module.MARKERS)) == len(module.COLORS) == len(set(styles)) == len(styles)
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_runs_are_compared_in_one_table_and_one_figure(tmp_path, capsys):
-    for name, share in (("a", 0.25), ("b", 0.75)):
-        (tmp_path / name).mkdir()
-        summary = {"stages": {"sft": {"n": 4, "faithful": share}, "rl": {"n": 4, "calls": None}}}
-        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
-    a, b = str(tmp_path / "a"), str(tmp_path / "b") + "/"
-    main(["--compare", a, b, "--out", str(tmp_path / "out")])
-    printed = capsys.readouterr().out
-    assert f"{tmp_path}/a sft" in printed and f"{tmp_path}/b rl" in printed
-    assert re.search(r"^faithful +0\.250 +0\.750$", printed, re.MULTILINE)
-    assert Image.open(tmp_path / "out" / "compare.png").width == 960
-    assert len(columns_of([a, b])) == 4
-    for broken in ("{", "{}", "[]", '{"stages": []}'):
-        (tmp_path / "b" / "summary.json").write_text(broken)
-        with pytest.raises(ValueError, match="/b/: expected a folder with the summary.json of a"):
-            columns_of([a, b])
-    compare({}, tmp_path / "empty.png")
+# --- a benchmark's questions -----------------------------------------------------------------
 
 
-def test_a_figure_shows_how_sure_a_rate_is(tmp_path):
-    def coloured(interval):
-        metrics = {"faithful": 0.5, "rates": {"faithful": {"interval": interval}}}
-        compare({"a": metrics}, tmp_path / "compare.png")
-        pixels = np.asarray(Image.open(tmp_path / "compare.png").convert("RGB"), int)
-        return (np.ptp(pixels, axis=-1) > 40).sum()
-
-    none, narrow, wide = map(coloured, (None, (0.45, 0.55), (0.1, 0.9)))
-    assert none < narrow < wide
-
-
-# --- the page --------------------------------------------------------------------------------
-
-
-class Reader(HTMLParser):
-    """What a browser would see: tags with their attributes, and the text."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.text = [], ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_data(self, data):
-        self.text += data
-
-    def shape(self):
-        """All tags with the names of their attributes, but for the spans that colour words."""
-        return [(tag, *attributes) for tag, attributes in self.tags if tag != "span"]
-
-    def all(self, tag, **attributes):
-        return [a for t, a in self.tags if t == tag and attributes.items() <= a.items()]
+def test_a_tsv_is_loaded_lazily_and_its_bad_row_is_named(tmp_path):
+    row = ROWS["hrbench, tsv"][1]
+    rows = [row | {"index": i, "image": cell} for i, cell in enumerate((row["image"], "no image"))]
+    samples = load_bench("hrbench4k", write_tsv(tmp_path / "hr.tsv", rows))
+    assert len(samples) == 2  # the broken picture was not looked at
+    sample = samples[0]
+    assert sample.image.size == (40, 30) and sample.kind == "search" and sample.rule is None
+    assert (sample.id, sample.source) == ("hrbench4k-0-0", "hrbench4k")
+    assert (sample.part, sample.cycle, sample.against_prior) == ("FCP", "3", False)
+    with pytest.raises(ValueError, match=r"hrbench4k .*hr\.tsv\): row 1: "):
+        samples[1]
+    rows[1]["answer"] = "Z"
+    file = write_tsv(tmp_path / "hr2.tsv", rows)
+    with pytest.raises(ValueError, match=r"hr2\.tsv\): row 1, answer: 'Z' is neither"):
+        load_bench("hrbench4k", file)
+    assert len(load_bench("hrbench4k", file, first=1)) == 1
 
 
-def test_the_page_shows_each_episode_as_a_film_strip():
-    seen = Reader(shown(*worked_example(), {"SFT": {"n": 3, "accuracy": 2 / 3}}))
-    cards = seen.all("article")
-    assert [c["data-answer"] for c in cards] == ["correct", "wrong", "correct"]
-    assert [c["data-look"] for c in cards] == ["faithful", "unfaithful", "no tool"]
-    assert [c["data-kind"] for c in cards] == ["search", "neutral", "search"]
-    assert [c["data-error"] for c in cards] == ["none", "some", "none"]
-    # The first image is there once, and again where the crop was looked at; units are its pixels.
-    assert len(seen.all("image")) == 3 and len(seen.all("use", href="#p1")) == 1
-    assert all(svg["viewbox"] == "0 0 256 256" for svg in seen.all("svg"))
-    where = {"x": "64", "y": "128", "width": "64", "height": "64", "class": "shown"}
-    assert len(seen.all("rect", **where)) == 1
-    assert len(seen.all("rect", **{"class": "target", "x": "76", "width": "44"})) == 4
-    for words in ("score 1", "6% of the image: 64, 128, 128, 192", "✓ checker (reference: checker)",
-                  "✗ no answer", "ValueError: outside", "score -1, invalid_coords", "no verdict",
-                  "figure, 40 x 30", "plt.show() was kept", "3 of 3 episodes", "0.667",
-                  "20 tokens chosen by the policy, 40 shown to it"):  # fmt: skip
-        assert words in seen.text, words
-    bar = [(i["style"], i.get("class")) for i in seen.all("i")[:5]]
-    lengths = [(30, None), (10, "acted"), (5, None), (10, "acted"), (5, None)]
-    assert bar == [(f"flex:{length} 0 0", name) for length, name in lengths]
+def test_vstar_has_its_boxes_in_corners(tmp_path):
+    folder = tmp_path / "direct_attributes"
+    folder.mkdir()
+    Image.new("RGB", (200, 150)).save(folder / "sa_1.jpg")
+    boxes = {"target_object": ["cup"], "bbox": [[10, 20.5, 30, 5], [0, 0, 1.2, 1]]}
+    (folder / "sa_1.json").write_text(json.dumps(boxes))
+    text = "What color?\n(A) red (dark)\n(B) blue\nAnswer with the option's letter."
+    row = {"image": "direct_attributes/sa_1.jpg", "text": text, "category": "direct_attributes",
+           "label": "A", "question_id": 0}  # fmt: skip
+    questions = tmp_path / "test_questions.jsonl"
+    questions.write_text(json.dumps(row) + "\n")
+    for where in (tmp_path, questions):
+        sample = load_bench("vstar", where)[0]
+        assert sample.boxes == ((10, 20, 40, 26), (0, 0, 2, 1))
+        assert sample.options == ("red (dark)", "blue") and sample.question == "What color?"
+        assert (sample.source, sample.part) == ("vstar", "direct_attributes")
+        assert sample.answer == "A"
+    (folder / "sa_1.json").unlink()
+    with pytest.raises(ValueError, match=r"row 0, image: expected its boxes in .*sa_1\.json"):
+        load_bench("vstar", tmp_path)
 
 
-def test_an_answer_that_no_judge_could_read_is_neither_right_nor_wrong(tmp_path):
-    pairs = [episode(right=right) for right in (1.0, 0.0, None)]
-    cards = Reader(shown(*zip(*pairs), {})).all("article")
-    assert [card["data-answer"] for card in cards] == ["correct", "wrong", "no verdict"]
-    write_trajectories(*zip(*pairs), tmp_path)
-    lines = map(json.loads, (tmp_path / "trajectories.jsonl").open())
-    assert [line["correct"] for line in lines] == [True, False, None]
+def test_a_benchmarks_own_rule_decides_what_is_right(policy, tmp_path):
+    row = ROWS["vlmblind, tsv"][1]
+    rows = [row | {"index": i, "task": "Touching Circles", "answers": "No"} for i in range(3)]
+    samples = load_bench("vlmblind", write_tsv(tmp_path / "blind.tsv", rows))
+    assert samples[0].rule("no, they do not", "No")
+    assert grade("No", samples[0], BoxJudge()) == 1 and grade("No " * 400, samples[0], None) == 0
+    said = ["<answer>no , red</answer>"], ["<answer>red</answer>"], [LOOK, LOOK]
+    with scripted(policy, list(said)):
+        rules = replace(RULES, turns=2, temperature=0.0)
+        metrics, _, rewards = evaluate(policy, samples, BoxJudge(), rules=rules)
+    assert [reward.answer for reward in rewards] == [1.0, 0.0, 0.0]
+    assert metrics["score"] == pytest.approx(1 / 3)
 
 
-HOSTILE = [
-    "</script><script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    '" onmouseover="alert(1)" x=\'',
-    "' onmouseover='alert(1)",
-    "</textarea></pre></style></title><!--",
-    "<svg/onload=alert(1)>",
-    "&lt;b&gt; &#60;b&#62; $script ${style} https://example.com/x.png",
-    "<a href='javascript:alert(1)'>x</a>]]>",
-    "\u202e\x00\ud800",
-]
-
-
-@pytest.mark.parametrize("words", HOSTILE)
-def test_whatever_a_model_or_a_data_set_wrote_is_only_text(words, tmp_path):
-    calm = Reader(shown(*everywhere("words"), {"words": {"n": 1}}))
-    write_trajectories(*everywhere(words), tmp_path)
-    raw = report(tmp_path, {words: {"n": 1}}).read_text()
-    seen = Reader(raw)
-    assert seen.shape() == calm.shape()
-    if words.isprintable():
-        assert seen.text.count(words) == calm.text.count("words")  # and nothing is lost
-
-
-def everywhere(words):
-    """One episode in which every text that comes from outside is `words`."""
-    sample = Sample(words, IMAGE, words, words, options=(words, words), source=words)
-    seen = Observation(
-        text=words, images=[IMAGE], boxes=[None], sources=[words], error=words,
-        environment=words, notes=[words], red_lines=[words],
-    )  # fmt: skip
-    turns = [(f"{words}<code>{words} # {words}</code>{words}", words, seen), (words, None, None)]
-    trajectory, reward = episode(sample, *turns, answer=words, scores=(0.0,))
-    trajectory.ended = words
-    return [trajectory], [reward]
-
-
-def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
-    write_trajectories(*worked_example(), tmp_path)
-    curves([], tmp_path / "curves.png")
-    raw = report(tmp_path, {"SFT": {"n": 3}}).read_text()
-    seen = Reader(raw)
-    links = [
-        a[name] for _, a in seen.tags for name in ("src", "href", "data", "action") if name in a
+def test_the_summary_has_the_benchmarks_own_score_and_leaves_out_what_nobody_graded():
+    image = Image.new("RGB", (8, 8))
+    trajectories = [
+        Trajectory(Sample(str(i), image, "?", "1", kind="neutral", source="vlmblind", part=part))
+        for i, part in enumerate(("a", "a", "b", "b"))
     ]
-    assert len(links) == 3 + 2 + 1 + 1  # images, what steps showed, where, curves
-    assert all(link.startswith(("data:image/", "#p")) for link in links)
-    assert not re.search(r"url\(|@import|https?:|//[a-z]", re.sub(r"base64,[^\"]*", "", raw))
-    assert len(seen.all("script")) == 1
-    (policy,) = seen.all("meta", **{"http-equiv": "Content-Security-Policy"})
-    assert policy["content"].startswith("default-src 'none'; img-src data:;")
+    rewards = [Reward(answer, 0.0, 0.0) for answer in (1.0, 0.0, 1.0, None)]
+    metrics = measure(trajectories, rewards)
+    assert metrics["n"] == 3 and metrics["ungraded"] == 1
+    assert metrics["accuracy"] == 2 / 3 and metrics["score"] == 0.75
+    assert metrics["parts"] == {"a": 0.5, "b": 1.0}
+    assert metrics["rates"]["accuracy"]["numerator"] == 2
+    assert measure(trajectories[:3] * 2, rewards[:3] * 2, rollouts=2)["n"] == 3
 
 
-def test_fifty_episodes_with_photographs_stay_under_five_megabytes():
-    noise = np.random.default_rng(0).integers(0, 255, (480, 640, 3), np.uint8)
-    sample = replace(SAMPLE, image=Image.fromarray(noise))  # nothing compresses worse
-    box = (0, 0, 320, 240)
-    seen = Observation(images=[sample.image.crop(box)], boxes=[box], sources=["crop"])
-    pairs = [episode(sample, (LOOK, "x", seen), scores=(1.0,)) for _ in range(50)]
-    text = shown(*zip(*pairs), {})
-    assert "50 of 50 episodes" in text
-    assert 1_000_000 < len(text.encode()) < 5_000_000
+# --- killed and resumed, alone and in company ------------------------------------------------
+
+SCRIPTS = [[LOOK, ANSWER], [SHORT], [ANSWER], [LOOK, SHORT], [SHORT]]  # of waves of two questions
 
 
-def test_endless_texts_leave_later_episodes_out_and_the_page_says_so(tmp_path):
-    pairs = [episode(SAMPLE, ("é" * (PAGE_LIMIT // 6), None, None)) for _ in range(4)]
-    text = shown(*zip(*pairs), {})
-    assert "2 of 4 episodes" in text and len(text.encode()) < 5_000_000
-    pairs = [episode() for _ in range(9)]
-    write_trajectories([t for t, _ in pairs], [r for _, r in pairs], tmp_path)
-    text = report(tmp_path, {}, shown=4).read_text()
-    assert "3 of 9 episodes" in text and text.count("<article") == 3
-    assert list(module.spread(range(9), 4)) == [0, 3, 6]  # the last ones too have their chance
+def episodes_in(folder):
+    """The lines of its file, but for what a clock measured."""
+    text = (folder / FILE).read_text()
+    return re.sub(r'"seconds": [\d.e-]+', '"seconds": 0', text).splitlines()
 
 
-@pytest.mark.parametrize("budget", [500_000, 20_000, 4_000])
-def test_a_picture_fits_its_budget_and_keeps_its_shape(budget):
-    url = picture_url(IMAGE.resize((1600, 800)), budget)
-    assert len(url) <= budget
-    image = Image.open(io.BytesIO(base64.b64decode(url.split(",")[1])))
-    assert image.width == 2 * image.height
+def run(policy, samples, out, scripts=None, **more):
+    with scripted(policy, scripts or SCRIPTS):
+        rules = replace(RULES, temperature=0.0)
+        return evaluate(policy, samples, BoxJudge(), rules=rules, out=out, wave=2, **more)[0]
 
 
-def test_code_is_highlighted():
-    assert highlight("for i in 'a<b': # 1") == (
-        '<span class="k">for</span><span class="other"> </span><span class="other">i</span>'
-        '<span class="other"> </span><span class="k">in</span><span class="other"> </span>'
-        '<span class="s">&#x27;a&lt;b&#x27;</span><span class="other">: </span>'
-        '<span class="c"># 1</span>'
+def test_waves_change_no_number_and_keep_nothing_in_memory(policy, samples, tmp_path, asked):
+    rules = replace(RULES, max_new_tokens=8)
+    whole = evaluate(policy, samples[:5], BoxJudge(), rules=rules)
+    parts = evaluate(policy, samples[:5], BoxJudge(), rules=rules, out=tmp_path, wave=2)
+    assert parts[0] == whole[0] and parts[2] == whole[2] and isinstance(parts[1], Lazy)
+    assert [t.ids for t in parts[1]] == [t.ids for t in whole[1]]
+    assert asked == [s.id for s in samples[:5]] * 2
+
+
+@pytest.mark.parametrize("kept", [(), (0,), (1,), (0, 2), (0, 1, 2)])
+def test_a_killed_evaluation_goes_on_and_ends_as_if_it_had_not_been(
+    kept, policy, samples, tmp_path, asked
+):
+    whole = run(policy, samples[:5], tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    file = tmp_path / "cut" / FILE
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.unlink()
+    for wave in kept:
+        file_of(file, wave).write_bytes(b"".join(lines[2 * wave : 2 * wave + 2]))
+    file.with_suffix(".part").write_bytes(lines[0][:40])  # the kill came amid a line
+    asked.clear()
+    left = [i for i in range(5) if i // 2 not in kept]
+    assert run(policy, samples[:5], tmp_path / "cut", [SCRIPTS[i] for i in left]) == whole
+    assert asked == [samples[i].id for i in left]
+    assert episodes_in(tmp_path / "cut") == episodes_in(tmp_path / "whole")
+    assert [path.name for path in file.parent.glob("traj*.jsonl")] == [FILE]
+
+
+def test_an_answer_without_verdict_does_not_end_the_evaluation(policy, samples):
+    class Mute(BoxJudge):
+        def same_answer(self, *asked):
+            return None
+
+    asked = [replace(s, options=(), answer="a fish") for s in samples[:2]]
+    with scripted(policy, [[ANSWER], [ANSWER]]):
+        rules = replace(RULES, temperature=0.0)
+        metrics, *_ = evaluate(policy, asked, Mute(), rules=rules, wave=1)
+    assert metrics["ungraded"] == 2 and metrics["n"] == 0
+
+
+def test_what_is_finished_is_not_played_again(policy, samples, tmp_path, asked):
+    once = run(policy, samples[:3], tmp_path)
+    asked.clear()
+    file_of(tmp_path / FILE, 0).write_bytes((tmp_path / FILE).read_bytes())  # killed amid clearing
+    assert run(policy, samples[:3], tmp_path) == once and asked == []
+    assert [path.name for path in tmp_path.glob("traj*")] == [FILE]
+
+
+def test_another_evaluation_does_not_mix_with_this_one(policy, samples, tmp_path):
+    run(policy, samples[:3], tmp_path)
+    for other in ({"seed": 1}, {"rollouts": 2}):
+        with pytest.raises(ValueError, match="from another evaluation .* give --out another"):
+            run(policy, samples[:3], tmp_path, **other)
+    with pytest.raises(ValueError, match="from another evaluation"):
+        run(policy, samples[1:4], tmp_path)
+    (tmp_path / FILE).rename(file_of(tmp_path / FILE, 1))  # one that was killed
+    with pytest.raises(ValueError, match="jectories-1.jsonl is from another evaluation"):
+        run(policy, samples[:3], tmp_path, seed=1)
+
+
+def test_a_file_that_lost_lines_is_not_measured(policy, samples, tmp_path):
+    run(policy, samples[:3], tmp_path)
+    (tmp_path / FILE).write_text("".join((tmp_path / FILE).open().readlines()[:2]))
+    with pytest.raises(ValueError, match="jsonl should have 3 lines, but has 2: delete it"):
+        run(policy, samples[:3], tmp_path)
+
+
+def test_other_weights_are_another_evaluation(policy, samples):
+    before = fingerprint(policy, samples, 1)
+    weights = next(policy.model.parameters()).data.view(-1)
+    weights[0] += 1
+    try:
+        assert fingerprint(policy, samples, 1) != before
+    finally:
+        weights[0] -= 1
+    assert fingerprint(policy, samples, 1) == before
+
+
+def test_k_plays_of_a_question_count_as_one_question(policy, samples, tmp_path):
+    scripts = [[ANSWER], [SHORT], [ANSWER], [ANSWER]]
+    with scripted(policy, scripts):
+        metrics, played, _ = evaluate(
+            policy, samples[:2], BoxJudge(), rules=RULES, out=tmp_path, rollouts=2, wave=1
+        )
+    assert metrics["n"] == 2 and metrics["rates"]["accuracy"]["denominator"] == 4
+    assert [t.sample.id for t in played] == [s.id for s in samples[:2] for _ in range(2)]
+    assert [t.answer for t in played] == ["checker", "red", "checker", "checker"]
+
+
+def one_of(world, rank, folder, monkeypatch):
+    """Be a process that does not wait for the others. Returns the files wherever it would have."""
+    there = []
+    monkeypatch.setattr(module, "processes", lambda: (rank, world))
+    monkeypatch.setattr(
+        module, "gathered", lambda _: there.append(sorted(p.name for p in folder.glob("traj*")))
     )
+    return there
 
 
-@given(st.text(st.sampled_from("ab1_ .#'\"\n<>&=for"), max_size=60))
-def test_highlighting_loses_nothing_and_escapes_everything(code):
-    text = re.sub(r"</?span[^>]*>", "", highlight(code))
-    assert html.unescape(text) == code and not set("<>\"'") & set(text)
+def test_each_process_plays_its_waves_and_the_first_makes_one_file_of_all(
+    policy, samples, tmp_path, asked, monkeypatch
+):
+    whole, both = run(policy, samples[:5], tmp_path / "whole"), tmp_path / "both"
+    asked.clear()
+    there = one_of(2, 1, both, monkeypatch)
+    with pytest.raises(FileNotFoundError):  # the first process, which would join, is not there
+        run(policy, samples[:5], both, SCRIPTS[2:4])
+    assert asked == [s.id for s in samples[2:4]]
+    assert there == [["trajectories-1.jsonl"]] * 2
+    asked.clear()
+    there = one_of(2, 0, both, monkeypatch)
+    assert run(policy, samples[:5], both, SCRIPTS[:2] + SCRIPTS[4:]) == whole
+    assert asked == [samples[i].id for i in (0, 1, 4)]
+    assert there == [[f"trajectories-{i}.jsonl" for i in range(3)], [FILE]]
+    assert episodes_in(both) == episodes_in(tmp_path / "whole")
+
+
+def test_what_a_process_left_counts_when_fewer_go_on(policy, samples, tmp_path, asked, monkeypatch):
+    whole, cut = run(policy, samples[:5], tmp_path / "whole"), tmp_path / "cut"
+    one_of(3, 1, cut, monkeypatch)
+    with pytest.raises(FileNotFoundError):
+        run(policy, samples[:5], cut, SCRIPTS[2:4])
+    one_of(1, 0, cut, monkeypatch)
+    asked.clear()
+    assert run(policy, samples[:5], cut, SCRIPTS[:2] + SCRIPTS[4:]) == whole
+    assert asked == [samples[i].id for i in (0, 1, 4)]
+    assert episodes_in(cut) == episodes_in(tmp_path / "whole")
+
+
+FLAGS = ["--model", "tiny", "--bench", "toy", "--limit", "4", "--wave", "2", "--turns", "2"]
+FLAGS += ["--max-new-tokens", "12", "--avg-at", "2"]
+
+
+def test_two_processes_play_what_one_plays_and_nothing_twice(tmp_path):
+    """With sampling."""
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        main([*FLAGS, "--out", str(alone)])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [*launch, "evaluate.py", *FLAGS, "--out", str(both)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert " 0/2 [" in done.stderr and " 0/3 [" not in done.stderr  # of three waves, two are its
+    assert episodes_in(alone) == episodes_in(both)
+    assert [p.name for p in both.glob("*.jsonl")] == [FILE]
+    stages = [json.loads((f / "summary.json").read_text())["stages"] for f in (alone, both)]
+    assert stages[0] == stages[1] and stages[0]["toy"]["rates"]["accuracy"]["denominator"] == 8
+    ids = Counter(json.loads(line)["sample"]["id"] for line in episodes_in(both))
+    assert len(ids) == 6 and set(ids.values()) == {2}
 
 
 # --- the command line ------------------------------------------------------------------------
 
 
 def test_without_arguments_it_shows_how_it_is_used(capsys):
-    main([])
-    printed = capsys.readouterr().out
-    assert "usage" in printed and "--compare" in printed and "(default: 10)" in printed
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0 and "usage" in printed and "(default: 10)" in printed
+    for door in ("compare", "film", "study"):
+        assert f"--{door} ... {door}.py: " in printed
 
 
 @pytest.mark.parametrize(
@@ -482,23 +572,35 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
         (["--model", "m", "--bench", "vstar9"], "invalid choice: 'vstar9'"),
         (["--model", "/no/such/folder"], "no checkpoint in /no/such/folder: expected a folder"),
         (["--model", "m", "--data", "x"], "drop --data x"),
-        (["--model", "m", "--limit", "0"], "--limit must be at least 1, got 0"),
-        (["--model", "m", "--turns", "0"], "--turns must be at least 1, got 0"),
-        (["--model", "m", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
-        (["--model", "m", "--temperature", "nan"], "--temperature must be at least 0, got nan"),
-        (["--model", "m", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--model", "tiny", "--out", f"{__file__}/x"], "--out should be a folder or become one"),
-        (["--study", "rewards", "--out", __file__], "--out should be a folder or become one"),
-        (["--model", "m", "--shortcut", "2"], "shortcut is a share between 0 and 1, got 2.0"),
+        (["--model", "m", "--limit", "0"], "--limit: expected a finite number, least 1; got 0"),
+        (["--model", "m", "--turns", "0"], "--turns: expected a finite number, least 1; got 0"),
         (
-            ["--compare", "/no/such/run"],
-            "no run in /no/such/run: expected a folder with the summary.json",
+            ["--model", "m", "--temperature", "-1"],
+            "--temperature: expected a finite number, least 0; got -1",
         ),
+        (
+            ["--model", "m", "--temperature", "nan"],
+            "--temperature: expected a finite number, least 0; got nan",
+        ),
+        (["--model", "m", "--max-new-tokens", "0"], "--max-new-tokens: expected a finite number, "),
+        (["--model", f"{ROOT}/tiny", "--out", f"{__file__}/x"], "Not a directory"),
+        (["--model", f"{ROOT}/tiny", "--out", __file__], "File exists"),
+        (
+            ["--model", "m", "--shortcut", "2"],
+            "--shortcut: expected a finite number, least 0, most",
+        ),
+        (["--avg-at", "0"], "--avg-at: expected a finite number, least 1; got 0"),
+        (["--avg-at", "4", "--temperature", "0"], "K greedy plays are one play"),
+        (["--perturb", "mask,nois"], "perturbations are all, or some of identity, mask, noise"),
+        (["--perturb", "all", "--avg-at", "2"], "greedy plays: drop --avg-at and --temperature"),
+        (["--judge-url", "http://x/v1"], "a judge needs both --judge-url and --judge-model"),
+        (["--model", f"{ROOT}/tiny", "--bench", "vstar", "--data", "/no"], "no data in /no"),
     ],
 )
 def test_a_wrong_command_is_explained_before_any_model_loads(
-    arguments, message, monkeypatch, capsys
+    arguments, message, monkeypatch, tmp_path, capsys
 ):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -512,6 +614,7 @@ def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch
     monkeypatch.setattr(module, "GREEDY", small)
     asked = {}
     monkeypatch.setattr(module, "evaluate", lambda *a, **k: asked.update(k) or evaluate(*a, **k))
+    monkeypatch.setattr(module, "check_checkpoint", lambda name: None)
     flags = ["--limit", "2", "--turns", "2", "--temperature", "0.5", "--seed", "7"]
     flags += ["--max-new-tokens", "64", "--max-length", "2048"]
     with scripted(policy, [[LOOK, ANSWER], [SHORT], [ANSWER]]):
@@ -528,7 +631,7 @@ def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch
 @pytest.mark.parametrize(
     "kept, message",
     [
-        ('{"place": 0, "run": "?"}\n', "line 1: expected a trajectory"),
+        ('{"sample": 0}\n', "line 1: expected an episode as evaluate.py describes it"),
         ("other", "another evaluation"),
         ("", "--max-length 5 leaves"),
     ],
@@ -538,135 +641,82 @@ def test_what_an_evaluation_refuses_is_told_in_a_sentence(
 ):
     monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
     if kept == "other":
-        write_trajectories(*worked_example(), tmp_path)
-    else:
-        (tmp_path / "trajectories.jsonl").write_text(kept)
+        write(*worked_example(), tmp_path)
+    elif kept:
+        (tmp_path / FILE).write_text(kept)
     with pytest.raises(SystemExit):
-        flags = ["--model", "tiny", "--limit", "2", "--max-new-tokens", "2", "--max-length", "5"]
+        flags = [
+            "--model",
+            f"{ROOT}/tiny",
+            "--limit",
+            "2",
+            "--max-new-tokens",
+            "2",
+            "--max-length",
+            "5",
+        ]
         main([*flags, "--out", str(tmp_path)])
     assert message in capsys.readouterr().err
 
 
-# --- in a browser ----------------------------------------------------------------------------
-
-CHROMIUM = shutil.which("chromium")
-PROBE = """<script>
-const press = (key, more = {}, on = document.body) => {
-  on.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, ...more}));
-  return document.activeElement.id;
-};
-const all = (selector, of) => [...document.querySelectorAll(selector)].map(of), result = {};
-Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});  // no style asks for more
-result.width = Math.max(...all("body *", e => e.getBoundingClientRect().right));
-result.bar = all("section:first-of-type .bar i", i => i.getBoundingClientRect().width).slice(0, 5);
-result.colors = all(".bar i", i => getComputedStyle(i).backgroundColor).slice(0, 3);
-result.lines = all("article:first-of-type rect", r => getComputedStyle(r).stroke).slice(0, 6);
-result.code = getComputedStyle(document.querySelector("pre")).whiteSpaceCollapse;
-result.filters = all("label", label => label.textContent.trim().split(" ")[0]);
-const choose = name => document.querySelector(`select[name=${name}]`);
-result.values = ["look", "kind"].map(name => [...choose(name).options].map(o => o.text));
-result.keys = ["k", "j", "j", "k", "ArrowRight", "ArrowRight", "j", "ArrowLeft"].map(k => press(k));
-result.quiet = [press("k", {ctrlKey: true}), press("k", {metaKey: true}),
-  press("k", {}, choose("look"))];
-const only = (name, text) => {
-  choose(name).selectedIndex = [...choose(name).options].findIndex(option => option.text == text);
-  choose(name).dispatchEvent(new Event("change", {bubbles: true}));
-  return all("article:not([hidden])", card => card.id);
-};
-result.shown = [only("answer", "wrong"), only("answer", "correct")];
-press("k");
-result.next = press("j");  // past the one that is hidden
-const y = document.activeElement.getBoundingClientRect().top;
-result.seen = 0 <= y && y < innerHeight;
-result.shown.push(only("look", "faithful"), only("look", "all"), only("answer", "all"));
-document.title = JSON.stringify(result);
-</script>"""
+def test_a_benchmark_is_played_from_its_file(policy, tmp_path, monkeypatch, capsys):
+    rows = [ROWS["hrbench, tsv"][1] | {"index": i, "cycle_category": i % 4, "answer": "B",
+                                       "category": "single" if i < 4 else "cross"}
+            for i in range(8)]  # fmt: skip
+    file = write_tsv(tmp_path / "hr.tsv", rows)
+    monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
+    monkeypatch.setattr(module, "check_checkpoint", lambda name: None)
+    said = [["<answer>B</answer>"], ["<answer>red</answer>"]] * 2 + [["<answer>(B)</answer>"]] * 4
+    flags = ["--max-new-tokens", "32", "--max-length", "2048", "--out", str(tmp_path / "out")]
+    with scripted(policy, said):
+        main(["--model", "m", "--bench", "hrbench4k", "--data", str(file), *flags])
+    printed = capsys.readouterr().out
+    stage = json.loads((tmp_path / "out" / "summary.json").read_text())["stages"]["hrbench4k"]
+    assert stage["score"] == 0.75 and stage["parts"] == {"FCP": 1.0, "FSP": 0.5}
+    assert "benchmark score" in printed and "no_verdict" in printed and "decorative" in printed
+    assert len(list((tmp_path / "out" / "images").iterdir())) == 1  # eight rows share it
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<article") == 8
 
 
-def browse(folder, *flags):
-    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync",
-             "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}")  # fmt: skip
-    command = [CHROMIUM, *quiet, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+def test_lies_and_ablations_are_printed_and_kept(policy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
+    monkeypatch.setattr(module, "check_checkpoint", lambda name: None)
+    monkeypatch.setattr(module, "load_toy", lambda *_: toy_questions(2, "lies", neutral_share=0.0))
+    flags = ["--perturb", "mask,empty", "--ablation", "--turns", "2", "--max-new-tokens", "40"]
+    with scripted(policy, [[LOOK, ANSWER], [ANSWER], [ANSWER, ANSWER]]):
+        main(["--model", "m", *flags, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "studies.json").read_text())
+    assert set(found) == {"run", "tool_use", "perturb", "ablation", "evidence"}
+    file, flags = tmp_path / "studies.json", flags[3:]  # the same evaluation without studies
+    main(["--model", "m", *flags, "--out", str(tmp_path)])
+    assert json.loads(file.read_text()) == found
+    file.write_text(json.dumps(found | {"run": "of another"}))
+    main(["--model", "m", *flags, "--out", str(tmp_path)])
+    assert set(json.loads(file.read_text())) == {"run", "tool_use"}
+    assert set(found["perturb"]["toy"]) == {"mask", "empty"}
+    assert found["perturb"]["toy"]["mask"]["possible"]["denominator"] == 1  # one of two looked
+    assert found["ablation"]["with tools"]["denominator"] == 2
+    for words in ("after a hit", "solved only with", "evidence value", "decorative crops"):
+        assert words in printed
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
 @pytest.mark.parametrize(
-    "width, film, mode",
-    [(1280, (34, 38, 43), "--mute-audio"), (390, (10, 12, 14), "--force-dark-mode")],
+    "bench, url, kinds",
+    [
+        ("toy", None, (BoxJudge, None)),
+        ("vstar", None, (BoxJudge, None)),
+        ("vstar", "http://x/v1", (BoxJudge, ChatJudge)),
+        ("hrbench8k", "http://x/v1", (ChatJudge, None)),
+        ("charxiv", "http://x/v1", (ChatJudge, None)),
+        ("vlmblind", "http://x/v1", (BoxJudge, None)),
+    ],
 )
-def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
-    width, film, mode, tmp_path
-):
-    trajectories, rewards = worked_example()
-    long = "a_name_that_is_much_too_long_for_a_phone_" * 4
-    trajectories[1].turns[0].text = f"<think>{long}</think><code>\n{long}()\n</code>"
-    trajectories[1].sample = replace(trajectories[1].sample, question=long, id=long)
-    write_trajectories(trajectories, rewards, tmp_path)
-    curves([], tmp_path / "curves.png")
-    file = report(tmp_path, {"SFT": {"n": 3}, long: {"n": 3, "accuracy": 0.5}})
-
-    shot = tmp_path / "shot.png"
-    browse(tmp_path, mode, f"--window-size={width},1600", f"--screenshot={shot}", file.as_uri())
-    pixels = np.asarray(Image.open(shot).convert("RGB"))
-    assert pixels.shape == (1600, width, 3)
-    assert (pixels == film).all(-1).mean() > 0.02  # the film is there, with its colour
-
-    # The page's own policy forbids any other script, so the probe runs in a copy without it.
-    probed = tmp_path / "probed.html"
-    text = re.sub(r"<meta http-equiv[^>]*>", "", file.read_text())
-    probed.write_text(text + PROBE.replace("WIDTH", str(width)))
-    seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
-    result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
-    assert result["width"] <= width  # nothing sticks out
-    bar, tokens = sum(result["bar"]), [30, 10, 5, 10, 5]
-    assert bar > width / 2
-    assert result["bar"] == pytest.approx([bar * n / 60 for n in tokens], abs=1)
-    shown_to_it, chosen, again = result["colors"]
-    assert shown_to_it == again != chosen
-    white, black, blue = "rgb(255, 255, 255)", "rgb(0, 0, 0)", "rgb(0, 114, 178)"
-    assert result["lines"] == [white, black, white, black, white, blue]  # a rim, then the line
-    assert result["code"] == "preserve"
-    assert result["filters"] == ["answer", "look", "kind", "error"]
-    looks = ["faithful", "no tool", "unfaithful"]
-    assert result["values"] == [["all", *looks], ["all", "neutral", "search"]]
-    assert result["keys"] == ["t1", "t2", "t3", "t2", "t3", "t3", "t3", "t2"]
-    assert result["quiet"] == ["t2"] * 3
-    assert result["shown"] == [["t2"], ["t1", "t3"], ["t1"], ["t1", "t3"], ["t1", "t2", "t3"]]
-    assert result["next"] == "t3" and result["seen"]
-
-    # With the policy in place its own script still runs, and no other does.
-    hostile = tmp_path / "hostile.html"
-    hostile.write_text(file.read_text() + PROBE)
-    seen = browse(tmp_path, "--dump-dom", hostile.as_uri())
-    assert "<select" in seen and "<title>What it looked at" in seen
-
-
-SIDES = """<script>
-Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});
-const boxes = [...document.body.querySelectorAll("*")].map(e => e.getBoundingClientRect());
-const [a, b] = [...document.querySelectorAll("section")].map(e => e.getBoundingClientRect());
-const result = {width: Math.max(...boxes.map(box => box.right)), beside: a.top == b.top};
-document.title = JSON.stringify(result);
-</script>"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
-@pytest.mark.parametrize("width, beside", [(1280, True), (390, False)])
-def test_runs_stand_side_by_side_on_a_screen_and_below_each_other_on_a_phone(
-    width, beside, tmp_path
-):
-    runs = [str(tmp_path / ("a_long_name_for_a_run_" * 3 + letter)) for letter in "ab"]
-    for run in runs:
-        write_trajectories(*worked_example(), Path(run))
-    columns = {f"{run} toy": {"n": 3, "accuracy": 0.5} for run in runs}
-    compare(columns, tmp_path / "compare.png")
-    text = report_runs(tmp_path, runs, columns).read_text()
-    probed = tmp_path / "probed.html"
-    text = re.sub(r"<meta http-equiv[^>]*>", "", text) + SIDES.replace("WIDTH", str(width))
-    probed.write_text(text)
-    seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
-    result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
-    assert result == {"width": pytest.approx(width, abs=width / 2), "beside": beside}
-    assert result["width"] <= width
+def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(bench, url, kinds, tmp_path):
+    args = SimpleNamespace(bench=bench, judge_url=url, judge_model="m", out=tmp_path,
+                           judge_prompt="evaluation_original")  # fmt: skip
+    judge, second = judges_of(args)
+    assert (type(judge), second and type(second)) == kinds
+    if bench == "vstar":
+        assert judge.visible == 0.5

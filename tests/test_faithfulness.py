@@ -514,7 +514,7 @@ def test_the_command_prints_rates_intervals_and_tables(folder, capsys):
 
 def test_the_command_reads_our_own_trajectories_too(folder, capsys):
     trajectories = [hand_made(SEARCH, WRONG, GOOD, answer="checker"), hand_made(SEARCH, answer="x")]
-    evaluate.write_trajectories(trajectories, scored(trajectories), folder=folder)
+    evaluate.write_trajectories(folder / evaluate.EPISODES, trajectories, scored(trajectories))
     out = run_main(capsys, folder / "trajectories.jsonl")
     assert re.search(r"faithful_and_correct +0.500 \(1/2\)", out)  # one question: no interval
 

@@ -107,6 +107,10 @@ def test_an_error_that_the_user_can_mend_is_one_line(capsys):
     assert stopped.value.code == 2 and "error: no such folder: x\n" in capsys.readouterr().err
     with pytest.raises(KeyError), refusals():
         raise KeyError("a fault of ours")
+    with pytest.raises(SystemExit), refusals(KeyError):
+        raise KeyError("of the kind that was named")
+    with pytest.raises(ValueError), refusals(KeyError):
+        raise ValueError("a fault of ours")
 
 
 @pytest.mark.parametrize("words", [["--film", "x"], ["--out", "y", "--film=x"]])

@@ -182,7 +182,7 @@ def test_a_line_that_is_no_episode_is_named(line, tmp_path):
     keep(tmp_path, *worked_example())
     with (tmp_path / "trajectories.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(ValueError, match=r"jsonl, line 4: expected an episode as a JSON object"):
+    with pytest.raises(ValueError, match=r"jsonl, line 4: expected an episode as evaluate.py"):
         report(tmp_path, [])
 
 

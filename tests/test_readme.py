@@ -75,7 +75,7 @@ COMMANDS = re.findall(
 
 def test_flags_named_in_the_readme_exist():
     own = {"--" + f.name.replace("_", "-") for f in fields(Config)} | {"--resume", "--help"}
-    own |= {"--" + name.replace("_", "-") for name in evaluate.FLAGS}
+    own |= {"--" + f.name.replace("_", "-") for f in fields(evaluate.Options)} | {*evaluate.DOORS}
     others = "".join(SOURCES.values()) + TESTS + (ROOT / "tests/benchmark.py").read_text()
     foreign = {"--reuid", "--regid", "--clear-groups", "--nproc-per-node", "--num-machines",
                "--num-processes", "--machine-rank", "--main-process-ip"}  # fmt: skip

@@ -6,19 +6,17 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 import beyond.study
 import evaluate
+import rewards
 from beyond.rivals import RIVALS
 from beyond.study import (
-    STUDIED,
+    REWARDS,
     WORLDS,
     Job,
     draw_study,
@@ -27,11 +25,36 @@ from beyond.study import (
     rewards_table,
     routes,
 )
-from rewards import REWARDS
 from train import parse_config
 
-ROOT = Path(__file__).resolve().parent.parent
 HOME = "guessing pays"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Process:
+    """What stands for a process of train.py: it has ended when it is asked the n-th time."""
+
+    def __init__(self, returncode=0, n=1):
+        self.returncode, self.n, self.told, self.waited = returncode, n, False, False
+
+    def poll(self):
+        self.n -= 1
+        self.told = self.n <= 0
+        return self.returncode if self.told else None
+
+    def wait(self):
+        self.waited = True
+
+
+def train_by(monkeypatch, run, cores=1):
+    """Let `run(argv)` return what stands for a process of train.py."""
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **how: run(argv, **how))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+
+def out_of(argv) -> Path:
+    return Path(argv[argv.index("--out") + 1])
 
 
 @pytest.fixture
@@ -46,16 +69,16 @@ def study(tmp_path):
 
 
 def test_every_studied_reward_is_one_that_can_be_trained():
-    assert set(STUDIED) <= {*REWARDS, *RIVALS}
+    assert set(REWARDS) <= {*rewards.REWARDS, *RIVALS}
 
 
-@pytest.mark.parametrize("reward", [*STUDIED, "zero-rl", "sft"])
+@pytest.mark.parametrize("reward", [*REWARDS, "zero-rl", "sft"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_job_is_a_command_that_train_understands(study, monkeypatch, reward, world):
     monkeypatch.chdir(ROOT)
     job = Job(reward, world, 0, lambda_tool=0.1)
     config = parse_config(job.command(study)[2:])
-    assert config.reward == (reward if reward in {*REWARDS, *RIVALS} else "tapo")
+    assert config.reward == (reward if reward in {*rewards.REWARDS, *RIVALS} else "tapo")
     assert (config.seed, config.shortcut, config.lambda_tool) == (0, WORLDS[world], 0.1)
     assert config.out == str(study / job.name) and config.eval_every == 10
     assert (config.rl_steps == 0) == (reward == "sft")
@@ -67,162 +90,134 @@ def test_a_job_is_a_command_that_train_understands(study, monkeypatch, reward, w
 
 
 def test_names_tell_all_jobs_apart():
-    jobs = [Job(r, w, s, x) for r in STUDIED for w in WORLDS for s in (0, 1) for x in (0.1, 0.2)]
+    jobs = [Job(r, w, s, x) for r in REWARDS for w in WORLDS for s in (0, 1) for x in (0.1, 0.2)]
     assert len({job.name for job in jobs}) == len(jobs)
 
 
-def test_a_job_that_was_cut_off_goes_on_and_one_that_ended_is_left_alone(study, monkeypatch):
+def test_a_run_that_was_cut_off_goes_on_and_one_that_ended_is_left_alone(study, monkeypatch):
     ran, job = [], Job("tapo", HOME, 0)
-
-    def run(argv, **_):
-        ran.append(argv)
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    job.run(study)
-    (study / job.name / "state.json").write_text("{}")
-    job.run(study)
-    (study / job.name / "summary.json").write_text("{}")
-    job.run(study)
+    train_by(monkeypatch, lambda argv, **_: ran.append(argv) or Process())
+    for file in ("state.json", "summary.json", "log.jsonl"):
+        (study / "sft-guessing-0" / "summary.json").write_text("{}")
+        beyond.study.run_all([Job("sft", HOME, 0), job], study)
+        (study / job.name / file).write_text("{}")
     assert ["--resume" in argv for argv in ran] == [False, True]
 
 
 def test_a_job_gets_the_episodes_of_its_start_if_those_are_of_its_world(study, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    train_by(monkeypatch, lambda *_, **__: Process())
     for world in WORLDS:
         job = Job("tapo", world, 0)
         for _ in range(2):  # the first time it may have died half way
-            job.run(study)
+            job.begin(study)
         known = (study / job.name / "sft-episodes" / "trajectories.jsonl").read_text()
         assert known == f"of the {world.split()[0]} world"
     for job in (Job("sft", "looking pays", 1), Job("zero-rl", HOME, 0), Job("sft", HOME, 1)):
-        job.run(study)
+        job.begin(study)
         assert not list((study / job.name).iterdir())  # other questions, or another model
 
 
-def test_a_job_that_fails_says_where_its_words_are(study, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=3))
-    with pytest.raises(RuntimeError, match=r"accuracy-guessing-0 ended with 3.*\.txt"):
-        Job("accuracy", HOME, 0).run(study)
-
-
 def test_a_start_of_which_no_episodes_are_kept_is_measured_again(study, monkeypatch):
-    ran = []
-    monkeypatch.setattr(
-        subprocess, "run", lambda *_, **__: ran.append(1) or SimpleNamespace(returncode=0)
-    )
+    train_by(monkeypatch, lambda *_, **__: Process())
     shutil.rmtree(study / "sft-guessing-0" / "sft-episodes")
-    Job("tapo", HOME, 0).run(study)
-    assert ran
+    assert Job("tapo", HOME, 0).begin(study)
 
 
 def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monkeypatch):
-    began, ended = [], []
+    began, ended = [], {}
 
     def run(argv, **_):
-        out = Path(argv[argv.index("--out") + 1])
+        out = out_of(argv)
         began.append(out.name)
         if "--model" in argv:
-            assert Path(argv[argv.index("--model") + 1]).parent.name in ended, argv
-        time.sleep(0.02 * ("sft" in out.name))
+            start = Path(argv[argv.index("--model") + 1]).parent.name
+            assert ended[start].told, argv
         (out / "sft-episodes").mkdir(exist_ok=True)
-        (out / "summary.json").write_text(
-            json.dumps({"stages": dict.fromkeys(("sft", "rl"), metrics())})
-        )
+        stages = dict.fromkeys(("sft", "rl"), metrics())
+        (out / "summary.json").write_text(json.dumps({"stages": stages}))
         (out / "log.jsonl").write_text("")
-        ended.append(out.name)
-        return SimpleNamespace(returncode=0)
+        ended[out.name] = Process(n=3 if "sft" in out.name else 1)
+        return ended[out.name]
 
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    train_by(monkeypatch, run, cores=8)
     monkeypatch.setattr(beyond.study, "draw_study", lambda *_: None)
     monkeypatch.setattr(beyond.study, "quarter", lambda _: metrics())
     beyond.study.study_rewards(tmp_path, quick=True)
     few = {f"{name}-guessing-0" for name in ("sft", "tapo", "tool_bonus", "accuracy")}
-    assert set(began) == set(ended) == few
+    assert set(began) == few
     beyond.study.study_rewards(tmp_path, quick=False)
-    assert len(began) == len(set(began)) == 53 and set(began) == set(ended)
-    found = json.loads((tmp_path / "study.json").read_text())["runs"]
-    order = list(found)
-    assert set(order) == set(began)
-    for name, r in found.items():  # one core must never wait for a run that has not begun
-        start = Job(r["reward"], r["world"], r["seed"], r["lambda_tool"]).start
-        assert start is None or order.index(start.name) < order.index(name)
+    assert len(began) == len(set(began)) == 53
+    assert set(json.loads((tmp_path / "study.json").read_text())["runs"]) == set(began)
 
 
-def test_the_study_starts_anywhere_and_a_failed_run_ends_it(tmp_path, monkeypatch, capsys):
-    ran = []
-
-    def run(argv, cwd=".", **_):
-        ran.append((Path(cwd) / argv[1], Path(argv[argv.index("--out") + 1])))
-        time.sleep(0.2 * (len(ran) - 1))
-        return SimpleNamespace(returncode=3)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
-    with pytest.raises(RuntimeError, match="sft-guessing-0 ended with 3"):
-        beyond.study.study_rewards(Path("study"), quick=False)
-    assert ran[0] == (ROOT / "train.py", tmp_path / "study" / "sft-guessing-0")
-    assert len(ran) <= 2 and "sft-guessing-0 ended with 3" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("cores", [2, 16])
-def test_nothing_begins_after_a_failure(tmp_path, monkeypatch, cores):
-    began, failed = [], threading.Event()
+def test_one_core_has_one_run_at_a_time(tmp_path, monkeypatch):
+    running = []
 
     def run(argv, **_):
-        out = Path(argv[argv.index("--out") + 1])
-        began.append((out.name, failed.is_set()))
+        assert all(process.told for process in running)
+        running.append(Process(n=3))
+        return running[-1]
+
+    train_by(monkeypatch, run, cores=1)
+    beyond.study.run_all([Job("sft", HOME, seed) for seed in range(3)], tmp_path)
+    assert len(running) == 3
+
+
+@pytest.mark.parametrize("cores", [1, 2, 16])
+def test_the_study_starts_anywhere_and_nothing_begins_after_a_failure(
+    tmp_path, monkeypatch, cores, capsys
+):
+    began, failing, others = [], [], []
+
+    def run(argv, cwd, **_):
+        out = out_of(argv)
+        began.append((Path(cwd) / argv[1], out))
+        assert not any(process.told for process in failing)
         if out.name == "sft-guessing-1":
-            time.sleep(0.2)
-            failed.set()
-            return SimpleNamespace(returncode=3)
-        time.sleep(0.05 if out.name == "sft-guessing-0" else 0.4)
-        (out / "summary.json").write_text("{}")
-        return SimpleNamespace(returncode=0)
+            failing.append(Process(3, n=3))
+            return failing[0]
+        others.append(Process(n=2 if out.name == "sft-guessing-0" else 9))
+        return others[-1]
 
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
-    with pytest.raises(RuntimeError, match="sft-guessing-1 ended with 3"):
-        beyond.study.study_rewards(tmp_path, quick=False)
-    assert len(began) > 2 and not any(late for _, late in began)
+    monkeypatch.chdir(tmp_path)
+    train_by(monkeypatch, run, cores)
+    with pytest.raises(RuntimeError, match=r"sft-guessing-1 ended with 3: see .*guessing-1\.txt"):
+        beyond.study.study_rewards(Path("study"), quick=False)
+    assert began[0] == (ROOT / "train.py", tmp_path / "study" / "sft-guessing-0")
+    assert 2 <= len(began) < 53 and all(x.told or x.waited for x in others)
+    assert "sft-guessing-1 ended with 3" in capsys.readouterr().out
 
 
-def test_a_run_that_cannot_begin_is_named_and_ends_the_study(tmp_path, monkeypatch):
+def test_a_run_that_cannot_begin_is_named_and_ends_the_study(tmp_path, monkeypatch, capsys):
     ran = []
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ran.append(1))
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
+    train_by(monkeypatch, lambda *_, **__: ran.append(1))
     (tmp_path / "sft-guessing-0").touch()
-    with pytest.raises(RuntimeError, match="^sft-guessing-0 could not begin: .*File exists"):
-        beyond.study.study_rewards(tmp_path, quick=False)
-    assert not ran
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["--study", "rewards", "--out", str(tmp_path)])
+    assert ended.value.code == 2 and not ran
+    assert re.search("File exists: .*sft-guessing-0", capsys.readouterr().err)
 
 
 def test_a_damaged_run_is_named(study):
     (study / "sft-guessing-0" / "summary.json").write_text('{"stages"')
-    with pytest.raises(
-        ValueError, match="summary.json or log.jsonl of .*sft-guessing-0 is damaged"
-    ):
+    with pytest.raises(ValueError, match="sft-guessing-0/summary.json is damaged"):
         result(Job("sft", HOME, 0), study)
 
 
-def test_ctrl_c_ends_the_study_with_the_runs_that_have_begun(tmp_path, monkeypatch):
-    ran = []
+def test_ctrl_c_ends_the_study_with_the_runs_that_have_begun(tmp_path, monkeypatch, capsys):
+    begun = []
 
     def run(argv, **_):
-        ran.append(argv)
-        if len(ran) == 2:
-            time.sleep(0.2)  # all others wait for their turn by now
+        if begun:
             os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
-        return SimpleNamespace(returncode=130)
+        begun.append(Process(n=9))
+        return begun[-1]
 
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
-    with pytest.raises(SystemExit) as ended:
+    train_by(monkeypatch, run, cores=2)
+    with pytest.raises(KeyboardInterrupt):
         evaluate.main(["--study", "rewards", "--out", str(tmp_path)])
-    assert ended.value.code == 130 and len(ran) <= 2
+    assert len(begun) <= 2 and begun[0].waited
+    assert "stopped. The study ends when the runs that have begun do" in capsys.readouterr().out
 
 
 def metrics(**more) -> dict:

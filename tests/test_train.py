@@ -330,7 +330,7 @@ def test_episodes_of_other_weights_are_played_again(finished, tmp_path, capsys):
 
 def test_a_quarter_of_the_questions_are_those_asked_amid_training(finished):
     lines = [json.loads(line) for line in open(finished[0] / "trajectories.jsonl")]
-    asked = [x for x in lines[::4] if x["sample"]["source"] != evaluate.OUT_OF_PRIOR]
+    asked = [x for x in lines[::4] if not x["sample"]["against_prior"]]
     found = beyond.study.quarter(finished[0])
     assert found["n"] == 3 and found["accuracy"] == sum(x["correct"] for x in asked) / 3
     amid = [json.loads(x) for x in open(finished[0] / "log.jsonl") if '"evaluation"' in x]

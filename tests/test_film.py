@@ -1,0 +1,73 @@
+"""python -m pytest tests/test_film.py      about 5 s: one episode as a picture"""
+
+from dataclasses import replace
+
+import pytest
+from conftest import RULES, SHORT, scripted
+from PIL import Image
+
+from beyond.film import film
+from data import toy_questions
+from evaluate import evaluate, main, write_trajectories
+from kit.records import Records
+from rewards import BoxJudge, Reward
+from rollout import Trajectory
+
+
+@pytest.fixture
+def two(policy, tmp_path):
+    """A folder with an episode that guesses and one that looks in the right place."""
+    samples = toy_questions(2, seed="film", neutral_share=0.0)
+    x0, y0, x1, y1 = samples[1].boxes[0]
+    look = f"<code>\nimage.crop(({x0},{y0},{x1},{y1})).show()\n</code>"
+    right = f"<answer>{samples[1].answer}</answer>"
+    with scripted(policy, [[SHORT], [look, right]]):
+        rules = replace(RULES, temperature=0.0)
+        evaluate(policy, samples, BoxJudge(), rules=rules, out=tmp_path)
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_an_episode_is_drawn_as_a_film_strip(two, capsys):
+    main(["--film", str(two), "--episode", "2", "--out", str(two)])
+    assert capsys.readouterr().out.strip() == str(two / "film.png")
+    three = Image.open(two / "film.png").convert("RGB")  # question, look, answer
+    main(["--film", str(two), "--episode", "1", "--out", str(two / "new")])
+    short = Image.open(two / "new" / "film.png")  # question, answer
+    assert three.width / short.width == pytest.approx(1.5, abs=0.1)
+    upper, lower = ((0, 0, three.width // 3, three.height // 2),
+                    (0, three.height // 2, three.width, three.height))  # fmt: skip
+    blue = (three.crop(part).getcolors(1 << 20) for part in (upper, lower))
+    box, bar = (sum(n for n, color in colors if color == (0, 114, 178)) for colors in blue)
+    assert box > 300 and bar > 1000  # where the look was, and what the policy chose
+
+
+def test_the_first_right_and_faithful_episode_is_drawn_unless_another_is_asked_for(two):
+    main(["--film", str(two), "--out", str(two)])
+    first = (two / "film.png").read_bytes()
+    main(["--film", str(two), "--episode", "2", "--out", str(two)])
+    assert (two / "film.png").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["none"], "No such file or directory: 'none/trajectories.jsonl'"),
+        ([".", "--episode", "3"], "has 2 episodes, but not --episode 3"),
+        ([".", "--episode", "0"], "--episode: expected a finite number, least 1; got 0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_a_sentence(words, message, two, monkeypatch, capsys):
+    monkeypatch.chdir(two)
+    with pytest.raises(SystemExit) as ended:
+        main(["--film", *words])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_dollar_begins_no_formula_and_an_episode_may_be_without_a_token(tmp_path):
+    (sample,) = toy_questions(1, seed="film")
+    odd = replace(sample, question="$\\x$ ^ {", options=("$", "\\frac{", "%"))
+    for acted in ([True], []):
+        odd_one = Trajectory(odd, acted=acted, answer="$\\x$")
+        write_trajectories(tmp_path / "x.jsonl", [odd_one], [Reward(None, 0.0, 0.0)])
+        film(Records(tmp_path / "x.jsonl")[0], tmp_path, tmp_path / "x.png")
