@@ -1,16 +1,16 @@
 """
-sft.py: learn to speak the game by imitation; and where the tiny model comes from.
+sft.py: learn to speak the game by imitation.
 
 Concept     Stage 1 is stage 2 with A = 1 and beta = 0 on demonstrations: the loss is -mean log pi
-            of the acted tokens, computed by the same scorer on the same rows. There is no second
-            masking. The same loop also makes `tiny/`, a stand-in for "a pretrained VLM" that fits
-            in a commit: a Qwen2.5-VL of a few layers that can see the toy world of data.py.
+            of the acted tokens, computed by the same function on the same rows. There is no second
+            masking. A demonstration of the toy is replayed in the sandbox; one of Thyme's brings
+            along what its programs showed.
 Paper       CodeV, arXiv:2511.19661, stage 1 (cold start), which follows Thyme's: its data
             (load_thyme), 3 epochs, vision tower frozen, only the last turns learnt
 In          Trajectories in which a demonstrator acted
 Out         a policy that speaks the format and mirrors the mixture of its demonstrations
 Left out    Thyme's second, annealing stage; whether the paper ran it is not said
-Read next   grpo.py (the rows and the scorer), data.py (what is demonstrated)
+Read next   grpo.py (the rows and log_probs), data.py (what is demonstrated)
 """
 
 from __future__ import annotations
@@ -31,29 +31,20 @@ from data import Demonstration, Sample, demonstrations
 from grpo import Row, apply_gradient, blank_row, group_row, log_probs
 from kit.processes import gathered, level
 from kit.qwen import Policy
-from kit.schemas import plain_question
-from kit.tables import Lazy, read_image, read_rows
+from kit.schemas import Demonstrated, thyme_fields
+from kit.tables import Lazy, read_rows
 from kit.usable import Bad, Skipped, Usable
 from rewards import format_error
-from rollout import (
-    Rules,
-    Trajectory,
-    begin,
-    check_fits,
-    encode_observation,
-    encode_prompt,
-    listen,
-    load_policy,
-    speak,
-)
+from rollout import Rules, Trajectory, begin, check_fits, encode_observation, encode_prompt
+from rollout import listen, load_policy, speak
 from sandbox import Observation, Sandbox
 
 # One loop for everything that imitates
 
 
 def replay(policy: Policy, demo: Demonstration, rules: Rules = Rules()) -> Trajectory:
-    """A demonstration as a Trajectory: the demonstrator's words are the actions, and what they
-    show comes from the same sandbox that the policy will meet."""
+    """A demonstration as a Trajectory. The demonstrator's words are the actions, and what they show
+    comes from the same sandbox that the policy will meet. Raises TooLong, as rollout.play does."""
     rules = replace(rules, turns=len(demo.turns))
     prompt = encode_prompt(policy, demo.sample)
     check_fits(policy, demo.sample, prompt, rules)
@@ -62,8 +53,8 @@ def replay(policy: Policy, demo: Demonstration, rules: Rules = Rules()) -> Traje
         for text in demo.turns:
             code = speak(policy, trajectory, policy.encode(text, []).ids)
             if code is not None:
-                seen = sandbox.run(code)
-                listen(policy, trajectory, seen, policy.pictures(seen.images), rules)
+                shown = sandbox.run(code)
+                listen(policy, trajectory, shown, policy.pictures(shown.images), rules)
             if trajectory.ended:
                 break
     return trajectory
@@ -101,10 +92,14 @@ def mean_logp(policy: Policy, batches: list[list[Row]], learn: bool) -> float:
 
 
 def imitate(
-    policy: Policy, optimizer: torch.optim.Optimizer, batches_of: Callable[[int], list[list[Row]]],
-    steps: range, rate: Callable[[int], float],
-    after: Callable[[int, float, float | None], bool | None], title: str = "sft",
-) -> None:  # fmt: skip
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batches_of: Callable[[int], list[list[Row]]],
+    steps: range,
+    rate: Callable[[int], float],
+    after: Callable[[int, float, float | None], bool | None],
+    title: str = "sft",
+) -> None:
     """Gradient steps on -mean log pi. Step i takes the micro-batches batches_of(i) and the learning
     rate rate(i), then calls after(i, loss, grad_norm); if that returns True, the loop ends."""
     policy.model.train()
@@ -140,28 +135,35 @@ def shuffled(n: int, batch: int, seed: int | str) -> Callable[[int], list[int]]:
 # are learnt whole. Thyme's finding: who imitates the first turns learns to be wrong at first. Its
 # released code keeps the last program too, its paper's text only what follows the last output.
 TRAIN_ROUNDS = {"all": None, "last_code_and_answer": 2, "after_last_obs": 1}
-USER_PATH = re.compile(r'User Image Path\W*"([^"\n]+)"')
-OTHER_PATH = re.compile(r"/(?:[\w.+-]+/)+([\w.+-]+\.(?:png|jpe?g|webp|bmp|gif|tiff?))", re.I)
 
 
 def load_thyme(
-    policy: Policy, where: str | Path, train_rounds: str = "last_code_and_answer",
-    rules: Rules = Rules(), on_bad: str = "skip",
-) -> tuple[Usable[Trajectory], list[Skipped]]:  # fmt: skip
+    policy: Policy,
+    where: str | Path,
+    train_rounds: str = "last_code_and_answer",
+    rules: Rules = Rules(),
+    on_bad: str = "skip",
+) -> tuple[Usable[Trajectory], list[Skipped]]:
     """Rows of Thyme-SFT -> Trajectories, made when asked for, and the rows that cannot be used:
     they do not parse, or have more than rules.max_length tokens. No row is ever cut.
 
-    where: as in data.read_rows; a colon picks a split, "Kwai-Keye/Thyme-SFT:wo_thinking_thyme".
+    where: as in tables.read_rows. A colon picks a split: "Kwai-Keye/Thyme-SFT:wo_thinking_thyme".
     """
     if train_rounds not in TRAIN_ROUNDS:
         raise ValueError(f"train_rounds is one of {', '.join(TRAIN_ROUNDS)}, got {train_rounds!r}")
     rows = read_rows(where)
 
     def trajectory(i: int, pixels: bool = True) -> Trajectory:
-        return thyme_trajectory(policy, rows[i], i, rows.folder, train_rounds, rules, pixels)
+        demo = thyme_fields(rows[i], rows.folder)
+        return thyme_trajectory(policy, f"thyme-{i}", demo, train_rounds, rules, pixels)
 
-    def check(i: int) -> Trajectory:
-        return trajectory(i, pixels=False)
+    def check(i: int) -> None:
+        try:
+            trajectory(i, pixels=False)
+        except Bad:
+            raise
+        except ValueError as error:  # the model takes no picture that is 200 times longer than wide
+            raise Bad("image", str(error)) from error
 
     limits = rules.max_length, rules.max_log_chars
     key = rows.version, policy.version(), train_rounds, limits
@@ -170,36 +172,16 @@ def load_thyme(
 
 
 def thyme_trajectory(
-    policy: Policy, row: dict, number: int, folder: Path, train_rounds: str, rules: Rules,
-    pixels: bool = True,
-) -> Trajectory:  # fmt: skip
-    """One row: `image`, a list of pictures; `question`; `response`, a single message with code and
-    what it showed inline. It becomes the game's form: a turn of the policy ends behind </code>, and
-    what was shown is a user turn, which is never learnt from. Without pixels it is faster, and only
-    ids and mask are of use. Raises Bad, which names the field."""
-    for name, kind in (("image", list), ("question", str), ("response", str)):
-        if not row.get(name) or not isinstance(row[name], kind):
-            raise Bad(name, f"expected a {kind.__name__}, got {str(row.get(name))[:60]!r}")
-    try:
-        images = [read_image(cell, folder) for cell in row["image"]]
-    except ValueError as error:
-        raise Bad("image", str(error)) from error
-    path = USER_PATH.search(row["question"])
-    text = row["response"].strip().replace(path[1] if path else "image.png", "image.png")
-    text = text.replace("/mnt/data/temp_processed_images", ".")
-    pieces = re.split(r"(?s)<sandbox_output>(.*?)</sandbox_output>", OTHER_PATH.sub(r"\1", text))
-    turns, shown = [turn.strip() for turn in pieces[::2]], pieces[1::2]
-    places = [row["question"].count("<image>"), *(piece.count("<image>") for piece in shown)]
-    if places[0] != 1 or sum(places) != len(images):
-        raise Bad("image", f"{len(images)} pictures for {places} places in question and outputs")
-
-    answer = re.findall(r"(?s)<answer>(.*?)</answer>", turns[-1])
-    question = plain_question(row["question"])
-    sample = Sample(f"thyme-{number}", images[0], question, answer[0] if answer else "",
-                    source="thyme")  # fmt: skip
-    trajectory, taken = begin(sample, encode_prompt(policy, sample, pixels)), 1
+    policy: Policy, id: str, demo: Demonstrated, train_rounds: str, rules: Rules, pixels: bool
+) -> Trajectory:
+    """One row in the game's form. A turn of the policy ends behind </code>, and what was shown is a
+    user turn, which is never learnt from. Without pixels this is faster, and only ids and mask are
+    of use. Raises Bad, which names the field that is to blame."""
+    answer = re.findall(r"(?s)<answer>(.*?)</answer>", demo.turns[-1])
+    sample = Sample(id, demo.image, demo.question, answer[0] if answer else "", source="thyme")
+    trajectory = begin(sample, encode_prompt(policy, sample, pixels))
     control = {*policy.forbidden, policy.end_id}
-    for turn, output, n in zip_longest(turns, shown, places[1:]):
+    for turn, output in zip_longest(demo.turns, demo.outputs):
         ids = policy.tokenizer(turn, add_special_tokens=False)["input_ids"]
         if not ids or "<image>" in turn or control.intersection(ids):
             raise Bad("response", f"a turn is empty or holds an image or a control token: {turn!r}")
@@ -208,16 +190,15 @@ def thyme_trajectory(
             break
         if code is None or not turn.endswith("</code>"):
             raise Bad("response", f"an output follows what is no code: ...{turn[-60:]!r}")
-        seen = Observation(output.replace("<image>", ""), images[taken : taken + n])
-        taken += n
-        pictures = policy.pictures(seen.images) if pixels else [*map(policy.outline, seen.images)]
-        trajectory.turns[-1].observation = seen
-        trajectory.observe(encode_observation(policy, seen, pictures, False, rules.max_log_chars))
+        text, images = output
+        pictures = policy.pictures(images) if pixels else [*map(policy.outline, images)]
+        shown = trajectory.turns[-1].observation = Observation(text, images)
+        trajectory.observe(encode_observation(policy, shown, pictures, False, rules.max_log_chars))
     if trajectory.answer is None or format_error(trajectory):
-        raise Bad("response", f"its tags do not close in order, one answer last: ...{text[-60:]!r}")
+        raise Bad("response", f"its tags do not close in order, one answer last: ...{turn[-60:]!r}")
     if len(trajectory.ids) > rules.max_length:
         raise Bad("response", f"{len(trajectory.ids)} tokens, --max-length {rules.max_length}")
-    rounds = TRAIN_ROUNDS[train_rounds] if len(shown) > 1 else None
+    rounds = TRAIN_ROUNDS[train_rounds] if len(demo.outputs) > 1 else None
     if rounds:  # the turns before are read, like a prompt, and not learnt
         start, end = trajectory.prompt, trajectory.turns[-rounds].start
         trajectory.acted[start:end] = [False] * (end - start)
@@ -225,9 +206,6 @@ def thyme_trajectory(
 
 
 if __name__ == "__main__":
-    from data import demonstrations
-    from rollout import load_policy
-
     policy = load_policy("tiny")
     trajectories = list(replay_all(policy, demonstrations(6, seed=0)))
     for row in rows_of(policy, trajectories):

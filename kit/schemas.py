@@ -1,14 +1,14 @@
 """
-schemas.py: the columns of public question sets, and the fields of a question that they hold.
+schemas.py: the columns of public data sets, and what they hold of a question or a demonstration.
 
 Concept     Public sets agree on what a question is, and differ in where they keep it. One table
             names the columns. Nothing is guessed: a row that lacks something is refused, and the
             reason names the field.
 Paper       nothing: these are the layouts of its data, and our words for its task types
 In          a row, as tables.read_rows gives it
-Out         the fields of a data.Sample
-Left out    the benchmarks (benchmarks.py); demonstrations (sft.thyme_trajectory)
-Read next   tables.py (files and pictures), data.load_rl (who makes Samples of the fields)
+Out         the fields of a data.Sample; the parts of a demonstration of Thyme-SFT
+Left out    the benchmarks (benchmarks.py)
+Read next   tables.py (files and pictures), data.load_rl and sft.load_thyme (who asks for these)
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
+from typing import NamedTuple
+
+from PIL import Image
 
 from kit.answers import read_choice
 from kit.boxes import outwards
@@ -118,3 +121,46 @@ def named(source: str, words: Iterable[str]) -> str | None:
     """The first of `words` in the name of a data source, however that is punctuated."""
     name = re.sub(r"[^a-z0-9]", "", source.lower())
     return next((word for word in words if word in name), None)
+
+
+# Demonstrations
+
+USER_PATH = re.compile(r'User Image Path\W*"([^"\n]+)"')
+OTHER_PATH = re.compile(r"/(?:[\w.+-]+/)+([\w.+-]+\.(?:png|jpe?g|webp|bmp|gif|tiff?))", re.I)
+
+
+class Demonstrated(NamedTuple):
+    """What a demonstrator did. turns[k] ran a program, and outputs[k] is what it showed: a text and
+    pictures. The last turn has no output."""
+
+    question: str
+    image: Image.Image
+    turns: list[str]
+    outputs: list[tuple[str, list[Image.Image]]]
+
+
+def thyme_fields(row: dict, folder: Path) -> Demonstrated:
+    """One row of Thyme-SFT: `image`, a list of pictures; `question`; `response`, a single message
+    that holds code, and what it showed inline. Paths become those of our sandbox. Raises Bad, which
+    names the field that is to blame."""
+    for name, kind in (("image", list), ("question", str), ("response", str)):
+        if not row.get(name) or not isinstance(row[name], kind):
+            raise Bad(name, f"expected a {kind.__name__}, got {str(row.get(name))[:60]!r}")
+    try:
+        images = [read_image(cell, folder) for cell in row["image"]]
+    except ValueError as error:
+        raise Bad("image", str(error)) from error
+    path = USER_PATH.search(row["question"])
+    text = row["response"].strip().replace(path[1] if path else "image.png", "image.png")
+    text = OTHER_PATH.sub(r"\1", text.replace("/mnt/data/temp_processed_images", "."))
+    pieces = re.split(r"(?s)<sandbox_output>(.*?)</sandbox_output>", text)
+    turns, shown = [turn.strip() for turn in pieces[::2]], pieces[1::2]
+    places = [row["question"].count("<image>"), *(piece.count("<image>") for piece in shown)]
+    if places[0] != 1 or sum(places) != len(images):
+        raise Bad("image", f"{len(images)} pictures for {places} places in question and outputs")
+    first, *others = images
+    outputs = []
+    for piece, n in zip(shown, places[1:]):
+        outputs.append((piece.replace("<image>", ""), others[:n]))
+        others = others[n:]
+    return Demonstrated(plain_question(row["question"]), first, turns, outputs)

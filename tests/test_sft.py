@@ -1,7 +1,9 @@
 """python -m pytest tests/test_sft.py      about 20 s: imitation, and the tiny network"""
 
 import copy
+import json
 import random
+from base64 import b64encode
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +14,14 @@ from conftest import RULES, fresh_logits
 from fixtures.make_fixtures import facts, picture, png
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 import beyond.tiny
 import sft
 from data import TAGS, demonstrations, draw_scene
 from grpo import group_row, log_probs, micro_batches
 from kit.qwen import Policy
+from kit.schemas import thyme_fields
 from kit.usable import Bad
 from rollout import load_policy
 from sft import imitate, load_thyme, mean_logp, replay, replay_all, rows_of, shuffled
@@ -124,7 +128,7 @@ def thyme_row(n: int, **changed) -> dict:
 
 
 def thyme(policy, row, rounds="all", rules=RULES, pixels=True):
-    return sft.thyme_trajectory(policy, row, 0, None, rounds, rules, pixels)
+    return sft.thyme_trajectory(policy, "0", thyme_fields(row, None), rounds, rules, pixels)
 
 
 GOLDEN = {  # (rule, sandbox blocks) -> the turns whose tokens are learnt
@@ -229,6 +233,18 @@ def test_thyme_rows_are_counted_listed_and_made_when_asked_for(policy, tmp_path,
     assert len(rows) == 4 and not made
     logp, _ = log_probs(policy, [rows[0], rows[3]])
     assert len(made) == 2 and torch.isfinite(logp).all()
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_row_with_a_picture_that_the_model_does_not_take_is_skipped(policy, tmp_path, k):
+    rows = [thyme_row(2), thyme_row(2)]
+    for row in rows:
+        row["image"] = [b64encode(image).decode() for image in row["image"]]
+    rows[0]["image"][k] = b64encode(png(Image.new("RGB", (5700, 28)))).decode()
+    where = tmp_path / "thyme.jsonl"
+    where.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trajectories, ((row, field, reason),) = load_thyme(policy, where, rules=RULES)
+    assert (len(trajectories), row, field) == (1, 0, "image") and "200" in reason
 
 
 def test_the_tiny_tokenizer_knows_the_toys_words_and_spells_the_rest(policy):
