@@ -146,8 +146,8 @@ def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
 
 
 def packed(items: list, size: Callable[[list], int], budget: int) -> Iterator[list]:
-    """The items in their order, as many at a time as have a `size` within the budget together. One
-    that is above it by itself goes alone."""
+    """The items in their order, as many at a time as have a `size` within the budget together.
+    One that is above it by itself goes alone."""
     part = []
     for item in items:
         if part and size([*part, item]) > budget:
@@ -178,10 +178,10 @@ CHUNK = 1024  # acted tokens whose logits exist at the same time
 
 
 class LogProbs(nn.Module):
-    """Rows -> log pi(token | history) of their acted tokens, as the sampler had it: control tokens
-    are forbidden and logits are divided by the temperature, here as there. Logits exist only for
-    acted tokens and only CHUNK at a time: with Qwen's vocabulary those of 8,000 slots take 5 GB,
-    and autograd keeps copies. It is a module so that `shard` can wrap it."""
+    """Rows -> log pi(token | history) of their acted tokens, as the sampler had it: control
+    tokens are forbidden and logits are divided by the temperature, here as there. Logits exist
+    only for acted tokens and only CHUNK at a time: with Qwen's vocabulary those of 8,000 slots
+    take 5 GB, and autograd keeps copies. It is a module so that `shard` can wrap it."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -206,8 +206,8 @@ class LogProbs(nn.Module):
 
 
 def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """log pi of every acted token of some rows, and who chose it: ([N], [N]). Stage 1, stage 2 and
-    the reference all use this one function."""
+    """log pi of every acted token of some rows, and who chose it: ([N], [N]). Stage 1, stage 2
+    and the reference all use this one function."""
     B, L = len(rows), max(len(row.ids) for row in rows)
     ids = torch.full((B, L), policy.pad_id)
     segment = torch.full((B, L), -1)  # padding: a segment that no other looks at
@@ -251,8 +251,8 @@ class Objective:
     temperature: float = 1.0  # of the rollouts: what was sampled is what is scored
     ratio_anchor: str = "old"  # "old": the sampler; "ref": the SFT model, as in notes
     loss_agg: str = "token"  # a key of LOSS_AVERAGES
-    # Mini-o3's over-turn masking, a deviation: rollouts that ran out of turns or length stay in the
-    # baseline of their group, but none of their tokens is learnt from.
+    # Mini-o3's over-turn masking, a deviation: rollouts that ran out of turns or length stay
+    # in the baseline of their group, but none of their tokens is learnt from.
     mask_truncated: bool = False
     updates: int = 1  # steps per rollout batch; if several, pi_old is scored before the first
     row_tokens: int = 8192  # slots of one row and of one micro-batch
@@ -262,7 +262,7 @@ class Objective:
 def lesson(
     policy: Policy, groups: list[list[Trajectory]], advantage: Tensor, objective: Objective
 ) -> tuple[list[list[Row]], Tensor, Tensor]:
-    """The micro-batches of a step; and for each rollout its A, and what one of its acted tokens
+    """The micro-batches of a step; and of each rollout its A and what one of its acted tokens
     weighs in the loss, [M] each."""
     masked = ("turns", "length") if objective.mask_truncated else ()
     flat = [t for group in groups for t in group]
@@ -288,9 +288,13 @@ def lesson(
 def gradient_of_J(
     logp_new: Tensor, logp_anchor: Tensor, logp_ref: Tensor, A: Tensor, weight: Tensor, c: Objective
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Eq. 4: J = sum of weight * (min(r A, clip(r, 1 - eps, 1 + eps) A) - beta KL) over the N acted
-    tokens of a micro-batch, [N] each. The weights of a step sum to 1, so its J is the mean of Eq. 4.
-    Adds the gradient of the loss -J to .grad. Returns loss [], surrogate [N] and KL [N]."""
+    """Eq. 4 for the N acted tokens of one micro-batch, [N] each; c holds its constants.
+
+        J = sum of weight * (min(r A, clip(r, 1 - eps, 1 + eps) A) - beta KL)
+
+    The weights of a step sum to 1, so that J over all its micro-batches is the mean of Eq. 4.
+    Adds the gradient of the loss -J to .grad. Returns the loss, the surrogate and the KL.
+    """
     surrogate = clipped_surrogate(logp_new, logp_anchor, A, c.eps)  # [N]
     kl = kl_k3(logp_new, logp_ref)  # [N]
     loss = -(weight * (surrogate - c.beta * kl)).sum()  # -J
@@ -311,14 +315,14 @@ def learn(
 ) -> dict[str, float | None]:
     """Eqs. 1, 3 and 4: steps on the objective J. advantage [G, K]: one for each rollout.
 
-    J is one weighted sum over all acted tokens of the step, so rows and micro-batches can be cut
-    anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss hovers
-    around 0, and its gradient is A * grad log pi all the same. Of several processes each brings
-    its own groups, and their gradients are added up to that of all groups together.
+    J is one weighted sum over all acted tokens of the step, so rows and micro-batches can be
+    cut anywhere. With one step per rollout batch pi_old is pi_new: the ratio is 1, the loss
+    hovers around 0, and its gradient is A * grad log pi all the same. Each of several processes
+    brings its own groups; their gradients are added up to that of all groups together.
 
-    The report is of the last step. kl, entropy and clip_fraction are means over the tokens that
-    were scored, weighted as in the loss; kl is None without a reference. A step whose loss or
-    gradient is not finite is skipped and reported, and no further step follows.
+    The report is of the last step. kl, entropy and clip_fraction are means over the tokens
+    that were scored, weighted as in the loss; kl is None without a reference. A step whose
+    loss or gradient is not finite is skipped and reported, and no further step follows.
     """
     if objective.ratio_anchor == "ref" and reference is None:
         raise ValueError("--ratio-anchor ref divides by pi_ref: expected a reference, got None")
@@ -329,7 +333,7 @@ def learn(
     anchors = refs if objective.ratio_anchor == "ref" else olds
     for _ in range(objective.updates):
         optimizer.zero_grad()
-        sums, broken = Counter(), set()  # broken: questions of a micro-batch with no finite loss
+        sums, broken = Counter(), set()  # broken: questions in a micro-batch of no finite loss
         for b, batch in enumerate(batches):
             logp, owner = log_probs(policy, batch, objective.temperature)  # [N]
             now, A, weight = logp.detach(), A_of[owner], weight_of[owner]  # [N]
@@ -364,8 +368,8 @@ def log_probs_of(policy: Policy, batches: list[list[Row]], objective: Objective)
 def apply_gradient(
     model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
 ) -> float | None:
-    """Clip the gradient and apply it. Returns its norm before clipping; None if that is not finite,
-    and then the weights stay as they were."""
+    """Clip the gradient and apply it. Returns its norm before clipping; None if that is not
+    finite, and then the weights stay as they were."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # Of whole gradients: the same number on any number of processes.
     norms = [torch.linalg.vector_norm(whole(g)) for g in gradients] or [torch.zeros(())]

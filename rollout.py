@@ -55,8 +55,7 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """Eq. 2: tau = (x, a_1, o_1, a_2, ..., a_T), flat. h, the history before a turn, is
-    ids[: turn.start].
+    """Eq. 2: tau = (x, a_1, o_1, a_2, ..., a_T), flat. Before a turn, h is ids[: turn.start].
 
     tokens           acted   why
     prompt, image    False   the question
@@ -67,7 +66,7 @@ class Trajectory:
     sample: Sample
     ids: list[int] = field(default_factory=list)
     acted: list[bool] = field(default_factory=list)
-    images: list[Picture] = field(default_factory=list)
+    images: list[Picture] = field(default_factory=list)  # in the order of their pads
     turns: list[Turn] = field(default_factory=list)
     prompt: int = 0  # ids[:prompt] are the prompt, shared by the whole group
     prompt_images: int = 0  # images[:prompt_images] stand in it
@@ -107,9 +106,8 @@ class Rules:
 
 # One trajectory: what the policy reads, what it says, what it is shown
 
-
-# load_policy(name, device="cpu", max_pixels=None, weights=True): a checkpoint folder or a hub name
-# -> a Policy that knows the tags of the game (see kit/qwen.py).
+# A checkpoint folder or a hub name -> a Policy that knows the tags of the game (kit/qwen.py):
+# load_policy(name, device="cpu", max_pixels=None, weights=True).
 load_policy = partial(load, TAGS)
 
 
@@ -126,7 +124,7 @@ def encode_observation(
     policy: Policy, observation: Observation, pictures: list[Picture], closed: bool, limit: int
 ) -> Encoded:
     """o_t of Eq. 2 as a new user turn. closed: the policy has ended its message itself.
-    limit: the most characters of what the program printed."""
+    limit: how many characters of what the program printed are kept."""
     shown = observation_text(observation, policy.neutralise, limit)
     text = policy.user_turn(f"<sandbox_output>{shown}</sandbox_output>", closed)
     return policy.encode(text, pictures)
@@ -157,8 +155,8 @@ def begin(sample: Sample, prompt: Encoded, seed: str = "") -> Trajectory:
 
 
 def speak(policy: Policy, t: Trajectory, reply: list[int]) -> str | None:
-    """The policy acted: a_t of Eq. 2. Returns the code to run, or None if there is none; then the
-    episode is over."""
+    """The policy acted: a_t of Eq. 2. Returns the code to run, or None if there is none; then
+    the episode is over."""
     start = len(t.ids)
     t.act(reply)
     text = policy.tokenizer.decode(reply, skip_special_tokens=True)
@@ -167,7 +165,7 @@ def speak(policy: Policy, t: Trajectory, reply: list[int]) -> str | None:
     if answer is not None:
         code, t.answer, t.ended = None, answer, "answered"
     elif code is None:
-        stopped = closed or "</code>" in text or "</answer>" in text  # by a lone closing tag
+        stopped = closed or "</code>" in text or "</answer>" in text  # a lone closing tag
         t.ended = "no_action" if stopped else "length"
     t.turns.append(Turn(text, code, None, start, len(t.ids)))
     return code
@@ -176,9 +174,9 @@ def speak(policy: Policy, t: Trajectory, reply: list[int]) -> str | None:
 def listen(
     policy: Policy, t: Trajectory, observation: Observation, pictures: list[Picture], rules: Rules
 ) -> Encoded | None:
-    """The world replied: o_t of Eq. 2. Returns the piece that was appended, or None if the episode
-    is over: this was the last turn, or the piece does not fit. Such a piece is left out as a whole,
-    never cut."""
+    """The world replied: o_t of Eq. 2. Returns the piece that was appended, or None if the
+    episode is over: this was the last turn, or the piece does not fit. Such a piece is left
+    out as a whole, never cut."""
     t.turns[-1].observation = observation
     if len(t.turns) == rules.turns:
         t.ended = "turns"
@@ -197,20 +195,21 @@ def listen(
 
 @lru_cache(2)  # making one reads the whole vocabulary
 def end_of_turn(tokenizer) -> StopStringCriteria:
-    """A row stops when a code or answer block closes. (`generate` itself stops it at the end of the
-    message.) This looks at text, not at token ids: in Qwen's vocabulary "</code>" may end in ">",
-    ">\\n", ">." and many more."""
+    """A row stops when a code or answer block closes. (`generate` itself stops it at the end
+    of the message.) This looks at text, not at token ids: in Qwen's vocabulary "</code>" may
+    end in ">", ">\\n", ">." and many more."""
     return StopStringCriteria(tokenizer, ["</code>", "</answer>"])
 
 
 class SeededSampling(LogitsProcessor):
     """a_t ~ pi_theta(. | x, h) of Eq. 2, drawn by what belongs to the trajectory alone.
 
-    The sampler of `generate` draws for a whole batch. What a row says would then depend on which
-    rows it sits with: on the size of a wave, on the number of processes, on whose program was slow.
-    Here turn t of a trajectory has a random stream of its own, made from (its seed, t). Token i is
-    the first whose cumulated probability exceeds the i-th number of that stream. The scores become
-    1 from this token on and 0 before it, and greedy `generate` takes the first of the highest.
+    The sampler of `generate` draws for a whole batch. What a row says would then depend on
+    which rows it sits with: on the size of a wave, on the number of processes, on whose
+    program was slow. Here turn t of a trajectory has a random stream of its own, made from
+    (its seed, t). Token i is the first whose cumulated probability exceeds the i-th number of
+    that stream. The scores become 1 from this token on and 0 before it, and greedy `generate`
+    takes the first of the highest.
     """
 
     def __init__(self, batch: Batch, rules: Rules) -> None:
@@ -240,9 +239,9 @@ def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Te
 
 @dataclass(eq=False)
 class Batch:
-    """Rows that speak at the same time, and all that their next turn needs. Of the L slots of ids
-    and mask the cache holds the first C < L. The model has yet to read the other slots, and the
-    pictures in them. (A tail is what generate writes behind a row that stopped early.)"""
+    """Rows that speak at the same time, and all that their next turn needs. Of the L slots of
+    ids and mask the cache holds the first C < L. The model has yet to read the other slots, and
+    the pictures in them. (A tail is what `generate` writes behind a row that stopped early.)"""
 
     ids: Tensor  # [B, L]
     mask: Tensor  # [B, L] 0 where a slot is padding or a tail
@@ -252,6 +251,7 @@ class Batch:
     programs: Sequence[Future] = ()  # B that run now; none before the first turn
 
     def rows(self, keep: list[int], programs: Sequence[Future] = ()) -> Batch:
+        """Some rows as a batch of their own, and the programs that they now wait for."""
         if len(keep) == len(self.live):
             return replace(self, programs=programs)  # nobody leaves: no copy
         cache = DynamicCache()
@@ -261,8 +261,9 @@ class Batch:
         return Batch(self.ids[keep], self.mask[keep], cache, live, programs=programs)
 
     def squeeze(self) -> None:
-        """Drop dead cached slots, as many as every row has, once that is a fifth. Attention does
-        not care where a masked slot stands, so each row's dead slots move to the front first."""
+        """A masked slot is dead: no row looks at it. Once a fifth of the cached slots are dead in
+        every row, drop them. Attention does not care where a masked slot stands, so each row's
+        dead slots move to the front, where as many are cut off as every row has."""
         C = self.cache.get_seq_length()  # cached slots
         alive = int(self.mask[:, :C].sum(1).max())
         if alive > 0.8 * C:
@@ -282,9 +283,9 @@ class Batch:
 
 
 def prefill(policy: Policy, wave: list[Trajectory], rollouts: int, tally: Counter) -> Batch:
-    """The batch before the next turn. `rollouts` neighbours share their history. It and its images
-    are encoded once, then the cache is copied. The last token of each history stays unread: there
-    generate starts."""
+    """The batch before the next turn. `rollouts` neighbours share their history. It is encoded
+    once, images included, and then the cache is copied. The last token of each history stays
+    unread: there `generate` starts."""
     first = wave[::rollouts]
     ids, mask = left_pad([t.ids for t in first], policy.pad_id, policy.device)
     pictures = [picture for t in first for picture in t.images]
@@ -308,8 +309,8 @@ def prefill(policy: Policy, wave: list[Trajectory], rollouts: int, tally: Counte
 
 
 def next_turn(policy: Policy, batch: Batch, rules: Rules, tally: Counter) -> list[list[int]]:
-    """One turn of every row: its new ids. They are appended to the batch. Rows that stopped early
-    have pads behind them, and mask 0 hides those from all that follows."""
+    """One turn of every row: its new ids. They are appended to the batch. Rows that stopped
+    early have pads behind them, and mask 0 hides those from all that follows."""
     grids = [picture.grid for t in batch.live for picture in t.images]
     ids = policy.generate(
         rules.max_new_tokens,
@@ -352,9 +353,9 @@ def play(
 ) -> list[list[Trajectory]]:
     """Eq. 2: `rollouts` trajectories of every sample, one group per sample, in order.
 
-    Sampling takes one number from torch's global generator; seed that to repeat a run. From there
-    on the k-th rollout of a sample draws by its id and k, wherever and beside whom it is played.
-    `tally` collects what it cost: tokens prefilled and generated, images encoded, seconds of each.
+    Sampling takes one number from torch's global generator: seed that to repeat a run. What the
+    k-th rollout of a sample draws depends on this number, on the sample's id and on k alone.
+    `tally` collects the cost: tokens prefilled and generated, images encoded, seconds of each.
     Raises ValueError if the KV cache has no room for one group, TooLong if a prompt is too long.
     """
     seed = torch.randint(2**62, ()).item()
@@ -388,16 +389,16 @@ def play_on(
     rollouts: int = 1,
     tally: Counter | None = None,
 ) -> None:
-    """Eq. 2 from the middle: act, run, observe, until every episode is over. In each trajectory it
-    is the policy's turn, and `rollouts` neighbours share their history so far. `sandboxes` has one
-    for each id(trajectory), in the state that its code left; it is closed at the end. All
-    trajectories must fit in the KV cache at once (Policy.rows_that_fit)."""
+    """Eq. 2 from the middle: act, run, observe, until every episode is over. In each
+    trajectory it is the policy's turn, and `rollouts` neighbours share their history so far.
+    `sandboxes` has one for each id(trajectory), in the state that its code left; it is closed
+    at the end. All trajectories must fit in the KV cache at once (Policy.rows_that_fit)."""
     tally = Counter() if tally is None else tally
     pool = ThreadPoolExecutor(rules.sandboxes)
 
     def run(t: Trajectory, code: str) -> tuple[Observation, list[Picture]]:
         observation = sandboxes[id(t)].run(code)
-        return observation, policy.pictures(observation.images)  # while other programs still run
+        return observation, policy.pictures(observation.images)  # other programs run meanwhile
 
     def close_ended(trajectories: list[Trajectory]) -> None:
         for t in trajectories:
@@ -428,21 +429,21 @@ def play_on(
             acting = [row for row, code in enumerate(codes) if code is not None]
             programs = {row: pool.submit(run, batch.live[row], codes[row]) for row in acting}
 
-            # A slow program delays its own row only: the quick ones go on as a batch of their own.
+            # A slow program delays its own row only: the others go on as a batch of their own.
             with stopwatch(tally, "sandbox"):
                 wait(programs.values(), timeout=rules.patience)
             quick = [row for row in acting if programs[row].done()]
             slow = [row for row in acting if row not in quick]
             for part in filter(None, (quick, slow)):
                 batches.append(batch.rows(part, [programs[row] for row in part]))
-    finally:  # after an error too: no program outlives its episode
-        pool.shutdown(cancel_futures=True)
+    finally:  # after an error: no program outlives it, and none begins
+        pool.shutdown(cancel_futures=not all(t.ended for t in wave))
         for sandbox in sandboxes.values():
             sandbox.close()
 
 
 def take_ready(batches: list[Batch]) -> Batch:
-    """Remove and return the first batch whose programs have all ended. Waits until there is one."""
+    """Remove and return the first batch whose programs have all ended; wait until one has."""
     while True:
         running = {program for batch in batches for program in batch.programs if not program.done()}
         for i, batch in enumerate(batches):

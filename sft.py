@@ -78,8 +78,8 @@ def rows_of(policy: Policy, trajectories: Sequence[Trajectory]) -> Sequence[Row]
 
 
 def mean_logp(policy: Policy, batches: list[list[Row]], learn: bool) -> float:
-    """Mean log pi over the acted tokens of some micro-batches, those of other processes included.
-    With `learn` the gradients of minus that mean are added to the weights' .grad."""
+    """Mean log pi over the acted tokens of some micro-batches, those of other processes
+    included. With `learn` the gradients of minus that mean are added to the weights' .grad."""
     tokens = sum(gathered(sum(len(row.labels) for batch in batches for row in batch)))
     total = 0.0
     for batch in level(policy, batches, blank_row):
@@ -116,8 +116,8 @@ def imitate(
 
 
 def shuffled(n: int, batch: int, seed: int | str) -> Callable[[int], list[int]]:
-    """i -> the indices of batch i; every epoch has an order of its own. Batches depend on nothing
-    but these arguments and i, so that a resumed run meets the same ones."""
+    """i -> the indices of batch i; every epoch has an order of its own. Batches depend on
+    nothing but these arguments and i, so that a resumed run meets the same ones."""
 
     @lru_cache(2)  # a batch may lie in two epochs
     def order(epoch: int) -> list[int]:
@@ -144,10 +144,10 @@ def load_thyme(
     rules: Rules = Rules(),
     on_bad: str = "skip",
 ) -> tuple[Usable[Trajectory], list[Skipped]]:
-    """Rows of Thyme-SFT -> Trajectories, made when asked for, and the rows that cannot be used:
-    they do not parse, or have more than rules.max_length tokens. No row is ever cut.
+    """Rows of Thyme-SFT -> Trajectories, made when asked for, and the rows that cannot be
+    used: they do not parse, or have more than rules.max_length tokens. No row is ever cut.
 
-    where: as in tables.read_rows. A colon picks a split: "Kwai-Keye/Thyme-SFT:wo_thinking_thyme".
+    where: as in tables.read_rows, "Kwai-Keye/Thyme-SFT:wo_thinking_thyme" for one of its splits.
     """
     if train_rounds not in TRAIN_ROUNDS:
         raise ValueError(f"train_rounds is one of {', '.join(TRAIN_ROUNDS)}, got {train_rounds!r}")
@@ -174,9 +174,9 @@ def load_thyme(
 def thyme_trajectory(
     policy: Policy, id: str, demo: Demonstrated, train_rounds: str, rules: Rules, pixels: bool
 ) -> Trajectory:
-    """One row in the game's form. A turn of the policy ends behind </code>, and what was shown is a
-    user turn, which is never learnt from. Without pixels this is faster, and only ids and mask are
-    of use. Raises Bad, which names the field that is to blame."""
+    """One row in the game's form. A turn of the policy ends behind </code>, and what was shown
+    is a user turn, which is never learnt from. Without pixels this is faster, and only ids and
+    mask are of use. Raises Bad, which names the field that is to blame."""
     answer = re.findall(r"(?s)<answer>(.*?)</answer>", demo.turns[-1])
     sample = Sample(id, demo.image, demo.question, answer[0] if answer else "", source="thyme")
     trajectory = begin(sample, encode_prompt(policy, sample, pixels))

@@ -37,8 +37,8 @@ VIEW = 64  # pixels: what the tiny model sees of any image, 16 visual tokens for
 CELLS = [cell_name(r, c) for r in range(GRID) for c in range(GRID)]
 CORNERS = [str(x) for x in range(0, SIZE + 1, SIZE // GRID)]
 
-# In Jinja; every checkpoint has its own. This one leaves out what so small a model cannot read (the
-# system prompt and the format block), and keeps the image and the question.
+# In Jinja; every checkpoint has its own. This one leaves out what so small a model cannot read
+# (the system prompt and the format block), and keeps the image and the question.
 CHAT_TEMPLATE = """\
 {%- for message in messages if message.role == 'user' -%}
 <|im_start|>user
@@ -53,8 +53,8 @@ CHAT_TEMPLATE = """\
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, like Qwen's: any text becomes tokens and comes back unchanged. The toy's words
-    and coordinates are single tokens; everything else is spelt in bytes."""
+    """Byte-level, like Qwen's: any text becomes tokens and comes back unchanged. The toy's
+    words and coordinates are single tokens; everything else is spelt in bytes."""
     control = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
     control = [f"<|{word}|>" for word in control]
     tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
@@ -135,8 +135,8 @@ def user(*parts: str | Image.Image) -> Pack:
 
 
 def grounding_pack(scene: Scene, rng: random.Random) -> Pack:
-    """All squares, from colour to cell or from cell to colour. One direction a pack: with both, the
-    second half could be copied from the first."""
+    """All squares, from colour to cell or from cell to colour. One direction a pack: with
+    both, the second half could be copied from the first."""
     squares, pack = list(scene.squares), user(scene.image)
     rng.shuffle(squares)
     colour_first = rng.random() < 0.6
@@ -224,9 +224,9 @@ GATES += [("look", "corner"), ("colour", "colour")]
 
 
 def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Policy:
-    """The base checkpoint, from random weights, in a few minutes. Phase 1 reads close-ups and names
-    places until both are learnt. Phase 2 adds the two question formats while the learning rate
-    falls. Raises ValueError if some skill of the result is below 0.95."""
+    """The base checkpoint, from random weights, in a few minutes. Phase 1 reads close-ups and
+    names places until both are learnt. Phase 2 adds the two question formats while the
+    learning rate falls. Raises ValueError if some skill of the result is below 0.95."""
     phase_1, phase_2, peak = 500, 450, 4e-3  # steps (at most, exactly), highest learning rate
     policy = tiny_policy(seed)
     rows = {kind: pack_rows(policy, kind, 3000, seed) for kind in PACKS}

@@ -65,10 +65,10 @@ def parts(items: list) -> list[list]:
 
 
 def level(policy: Policy, batches: list[list], blank_row: Callable[[Policy], object]) -> list[list]:
-    """The same number of micro-batches (lists of rows) for every process, each with a picture in
-    it. Layers are fetched by all processes together. A process that made fewer passes, or left the
-    vision tower out where others need it, would leave them waiting for ever. What is missing is
-    made up by blank_row(policy): a row with a picture, and nothing to learn."""
+    """The same number of micro-batches (lists of rows) for every process, each with a picture
+    in it. Layers are fetched by all processes together. A process that made fewer passes, or
+    left the vision tower out where others need it, would leave them waiting for ever. What is
+    missing is made up by blank_row(policy): a row with a picture, and nothing to learn."""
     if policy.sharded is None:
         return batches
     blank = blank_row(policy)
@@ -77,13 +77,13 @@ def level(policy: Policy, batches: list[list], blank_row: Callable[[Policy], obj
 
 
 def shard(policy: Policy, log_probs: nn.Module) -> None:
-    """Cut weights, gradients and optimiser state evenly over the processes (FSDP2; ZeRO-3). Every
-    layer is fetched as a whole when its turn comes. log_probs: the module whose forward pass uses
-    the policy's model; its calls fetch what belongs to no layer.
+    """Cut weights, gradients and optimiser state evenly over the processes (FSDP2; ZeRO-3).
+    Every layer is fetched as a whole when its turn comes. log_probs: the module whose forward
+    pass uses the policy's model; its calls fetch what belongs to no layer.
 
-    Weights stay fp32: at a learning rate of 1e-6 a bf16 weight would never move. On a GPU they are
-    fetched, and compute, in bf16; gradients are added up in fp32. One process on a CPU has nothing
-    to cut, and its policy is left as it is."""
+    Weights stay fp32: at a learning rate of 1e-6 a bf16 weight would never move. On a GPU they
+    are fetched, and compute, in bf16; gradients are added up in fp32. One process on a CPU has
+    nothing to cut, and its policy is left as it is."""
     kind, n = policy.device.type, processes()[1]
     if n == 1 and kind == "cpu":
         return
@@ -91,8 +91,8 @@ def shard(policy: Policy, log_probs: nn.Module) -> None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     how = dict(mesh=init_device_mesh(kind, (n,)), reshard_after_forward=True)
     if kind != "cpu":
-        # Inputs are not cast: that would round the vision tower's rotary angles, and the policy
-        # would no longer be the actor to the last bit.
+        # Inputs are not cast: that would round the vision tower's rotary angles, and the
+        # policy would no longer be the actor to the last bit.
         how["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )

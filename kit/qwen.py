@@ -1,10 +1,10 @@
 """
 qwen.py: what is Qwen2.5-VL's alone: pictures, pads, positions, forbidden tokens, loading.
 
-Concept     A Policy is a model with its tokenizer and its image processor. All that is peculiar to
-            Qwen2.5-VL stands here, and nothing of the game: the game's tags are an argument.
-            Another model is another such file. It must offer `load`, `freeze_vision` and a Policy
-            with the same methods and the same fields (the model's own classes are Hugging Face's).
+Concept     A Policy is a model with its tokenizer and its image processor. All that is peculiar
+            to Qwen2.5-VL stands here, and nothing of the game: the game's tags are an argument.
+            Another model is another such file. It must offer `load`, `freeze_vision`, and a
+            Policy with the same fields and methods around a model of Hugging Face's.
 Paper       nothing: CodeV starts from Qwen2.5-VL-7B-Instruct
 In          a checkpoint folder or a hub name
 Out         a Policy
@@ -27,9 +27,9 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
-from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
-
-ImageProcessor = image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil as ImageProcessor,
+)
 
 
 class Picture(NamedTuple):
@@ -47,10 +47,10 @@ class Encoded(NamedTuple):
 
 
 class Policy:
-    """A vision-language model with its tokenizer and image processor: pi_theta. tags: the words of
-    the game that stand in angle brackets, and whether the policy may write them."""
+    """A vision-language model with its tokenizer and image processor: pi_theta. tags: the
+    words of the game that stand in angle brackets, and whether the policy may write them."""
 
-    sharded: nn.Module | None = None  # processes.shard puts one here when several share the policy
+    sharded: nn.Module | None = None  # processes.shard puts one here
 
     def __init__(self, model: nn.Module, tokenizer, image_processor, tags: dict[str, bool]) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
@@ -87,18 +87,18 @@ class Policy:
         return [*inner.visual.blocks, *inner.language_model.layers]
 
     def neutralise(self, text: str) -> str:
-        """Break every control token and tag in text that the policy did not write, so that a log
-        cannot forge a turn, an image or an answer: "<|im_end|>" becomes "‹|im_end|>"."""
+        """Break every control token and tag in text that the policy did not write, so that a
+        log cannot forge a turn, an image or an answer: "<|im_end|>" becomes "‹|im_end|>"."""
         return self._reserved.sub(lambda match: "‹" + match[0][1:], text)
 
     def user_turn(self, text: str, closed: bool) -> str:
-        """A message of the user behind the policy's, and the header of the reply to it. closed:
-        the policy has ended its message itself, so that we need not."""
+        """A message of the user behind the policy's, and the header of the reply to it.
+        closed: the policy has ended its message itself, so that we need not."""
         end = "" if closed else "<|im_end|>"
         return f"{end}\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
     def pictures(self, images: list[Image.Image]) -> list[Picture]:
-        """The pixel budget is the image processor's: one place, for acting, learning, lengths."""
+        """The pixel budget is the image processor's, for acting, learning and lengths alike."""
         if not images:
             return []
         batch = self.image_processor(images=images, return_tensors="pt")
@@ -122,8 +122,8 @@ class Policy:
         return Encoded(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures)
 
     def positions(self, ids: Tensor, mask: Tensor, grids: list[Tensor]) -> Tensor:
-        """[B, L] ids and mask -> [4, B, L]: a token's number, which generate needs, and its time,
-        row and column for multimodal RoPE. grids: of every image of every row, in order.
+        """[B, L] ids and mask -> [4, B, L]: a token's number, which generate needs, and its
+        time, row and column for multimodal RoPE. grids: of every image of every row, in order.
 
         Always explicit. Left to itself the model takes positions from whatever it saw last, which
         is silently wrong with a kept cache. Slots with mask 0 take no position, wherever they are.
@@ -147,13 +147,13 @@ class Policy:
         return {"pixel_values": pixels, "image_grid_thw": grids}
 
     def generate(self, max_new_tokens: int, **inputs) -> Tensor:
-        """input_ids [B, L] and other arguments of a forward or of `generate` -> [B, L + new]: the
-        token of the highest score each time, so that a logits_processor can be the sampler. Pads
-        stand behind a row that stopped early.
+        """input_ids [B, L] and other arguments of a forward or of `generate` -> [B, L + new]:
+        the token of the highest score each time, so that a logits_processor can be the
+        sampler. Pads stand behind a row that stopped early.
 
         `generate` fills what a GenerationConfig leaves open from the model's own, and released
-        checkpoints carry near-greedy values and a repetition penalty there. So for the while the
-        model has none of its own; an export keeps the checkpoint's.
+        checkpoints carry near-greedy values and a repetition penalty there. So for the while
+        the model has none of its own; an export keeps the checkpoint's.
         """
         config = GenerationConfig(
             suppress_tokens=self.forbidden,
@@ -249,7 +249,7 @@ def load(
 
 
 def set_budget(image_processor: ImageProcessor, max_pixels: int) -> None:
-    """The most pixels of an image. It is set here and nowhere else, and saved with every export."""
+    """The most pixels of an image: set here and nowhere else, and saved with every export."""
     token = (image_processor.patch_size * image_processor.merge_size) ** 2  # pixels
     if max_pixels < token:
         raise ValueError(
@@ -260,7 +260,7 @@ def set_budget(image_processor: ImageProcessor, max_pixels: int) -> None:
 
 
 def freeze_vision(policy: Policy) -> None:
-    """The vision tower keeps its weights, the projector to the text model included (Thyme freezes
-    the tower; that the projector goes with it is our reading). It gets no gradient and no
-    optimiser state. Call it before the optimiser is made."""
+    """The vision tower keeps its weights, the projector to the text model included (Thyme
+    freezes the tower; that the projector goes with it is our reading). It gets no gradient and
+    no optimiser state. Call it before the optimiser is made."""
     policy.model.model.visual.requires_grad_(False)

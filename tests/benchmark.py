@@ -30,24 +30,17 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data import TAGS
-from rollout import encode_prompt
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from transformers import DynamicCache, GenerationConfig, Qwen2_5_VLConfig  # noqa: E402
-from transformers import Qwen2_5_VLForConditionalGeneration as Model  # noqa: E402
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (  # noqa: E402
-    Qwen2VLImageProcessorPil,
-)
+from transformers import DynamicCache, GenerationConfig, Qwen2_5_VLConfig
 
-import rollout  # noqa: E402
-from beyond.tiny import tiny_tokenizer  # noqa: E402
-from data import Sample  # noqa: E402
-from grpo import Objective, LogProbs, advantage_std, group_row, learn, log_probs  # noqa: E402
-from kit.qwen import Policy
-from rollout import Rules, begin, play, speak  # noqa: E402
-from sandbox import Limits, Observation, Sandbox  # noqa: E402
+import rollout
+from beyond.tiny import tiny_tokenizer
+from data import TAGS, Sample
+from grpo import LogProbs, Objective, advantage_std, group_row, learn, log_probs
+from kit.qwen import ImageProcessor, Model, Policy
+from rollout import Rules, begin, encode_prompt, play, speak
+from sandbox import Limits, Observation, Sandbox
 
 K, TURNS, NEW = 8, 3, 16  # rollouts, turns, tokens a turn
 TRL = "1.16.0"  # optional: only --trl needs it
@@ -76,7 +69,7 @@ def build(hidden: int = 256, layers: int = 2, vocabulary: int | None = None) -> 
         video_token_id=id_of("<|video_pad|>"), vision_start_token_id=id_of("<|vision_start|>"),
         vision_end_token_id=id_of("<|vision_end|>"), tie_word_embeddings=False,
     ))  # fmt: skip
-    processor = Qwen2VLImageProcessorPil(
+    processor = ImageProcessor(
         patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 1 << 24}
     )
     policy = Policy(model.eval(), tokenizer, processor, TAGS)

@@ -19,12 +19,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import rollout  # noqa: E402
-from beyond.tiny import tiny_policy  # noqa: E402
-from data import Sample, toy_questions  # noqa: E402
+import rollout
+from beyond.tiny import tiny_policy
+from data import Sample, toy_questions
 from kit.qwen import Policy
-from rollout import Rules, Trajectory  # noqa: E402
-from sandbox import Limits  # noqa: E402
+from rollout import Rules, Trajectory
+from sandbox import Limits
 
 # The first torch call of a process takes seconds: a deadline would call that a failure.
 settings.register_profile("codev", deadline=None, max_examples=50, derandomize=True)

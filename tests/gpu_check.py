@@ -25,21 +25,17 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from data import TAGS
-from rollout import encode_prompt
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from beyond.plan import QWEN_7B, geometry  # noqa: E402
-from beyond.tiny import tiny_policy, tiny_tokenizer  # noqa: E402
-from data import Sample, toy_questions  # noqa: E402
-from grpo import Objective, group_row, learn, log_probs
-from kit.processes import actor_of, shard, sync  # noqa: E402
-from kit.qwen import Policy  # noqa: E402
-from rollout import Model, Rules, play
-from rollout import Qwen2VLImageProcessorPil as ImageProcessor  # noqa: E402
-from sandbox import Sandbox  # noqa: E402
+from beyond.plan import QWEN_7B, geometry
+from beyond.tiny import tiny_policy, tiny_tokenizer
+from data import TAGS, Sample, toy_questions
+from grpo import LogProbs, Objective, group_row, learn, log_probs
+from kit.processes import actor_of, shard, sync
+from kit.qwen import ImageProcessor, Model, Policy
+from rollout import Rules, encode_prompt, play
+from sandbox import Sandbox
 
 TOY = ("--sft-steps 40 --sft-demos 200 --rl-steps 3 --eval-questions 16 --questions 4 "
        "--rollouts 4").split()  # fmt: skip
@@ -115,7 +111,7 @@ def check_equal(policy: Policy, sample: Sample) -> dict:
     """The same tokens, scored by both. (On one CPU the actor is the policy.)"""
     rules = Rules(turns=1, max_new_tokens=32, max_length=4096, kv_budget_gb=4)
     actor = actor_of(policy)
-    shard(policy)
+    shard(policy, LogProbs(policy))
     sync(policy, actor)
     (group,) = play(actor, [sample], 4, rules)
     row = group_row(actor, list(enumerate(group)))
@@ -193,7 +189,7 @@ def main() -> None:
         found["rollout"], groups = check_rollout(actor, samples, new)
         del actor
         gc.collect()
-        shard(policy)
+        shard(policy, LogProbs(policy))
         found["learn"] = check_learn(policy, groups[0], row_tokens)
     found["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(found))

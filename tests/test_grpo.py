@@ -202,8 +202,8 @@ def test_score_equals_a_fresh_forward_of_each_trajectory(policy, played):
 
 def test_a_branch_does_not_see_its_siblings(policy, played):
     changed = copy.deepcopy(played[:3])
-    step = changed[0].turns[0]
-    changed[0].ids[step.start : step.end] = [99] * (step.end - step.start)
+    turn = changed[0].turns[0]
+    changed[0].ids[turn.start : turn.end] = [99] * (turn.end - turn.start)
     with torch.no_grad():
         before, owner = grpo.log_probs(policy, [group_row(policy, list(enumerate(played[:3])))])
         after, _ = grpo.log_probs(policy, [group_row(policy, list(enumerate(changed)))])

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import random
 from base64 import b64encode
 from collections import Counter
 from dataclasses import replace
@@ -16,14 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-import beyond.tiny
 import sft
-from data import TAGS, demonstrations, draw_scene
+from data import TAGS, demonstrations
 from grpo import group_row, log_probs, micro_batches
 from kit.qwen import Policy
 from kit.schemas import thyme_fields
 from kit.usable import Bad
-from rollout import load_policy
 from sft import imitate, load_thyme, mean_logp, replay, replay_all, rows_of, shuffled
 
 
@@ -43,9 +40,9 @@ def test_a_demonstration_shows_what_its_code_shows(policy, demos):
     """The close-up comes from the sandbox, to the pixel, with the box it recorded."""
     demo = demos["right"]
     trajectory = replay(policy, demo, RULES)
-    (step,) = trajectory.tool_turns
-    (box,) = step.observation.boxes
-    assert step.observation.images[0].tobytes() == demo.sample.image.crop(box).tobytes()
+    (turn,) = trajectory.tool_turns
+    (box,) = turn.observation.boxes
+    assert turn.observation.images[0].tobytes() == demo.sample.image.crop(box).tobytes()
     x0, y0, x1, y1 = demo.sample.boxes[0]
     assert box[0] <= x0 and box[1] <= y0 and x1 <= box[2] and y1 <= box[3]
     assert trajectory.ended == "answered" and trajectory.answer == demo.sample.answer
@@ -156,7 +153,7 @@ def test_thymes_tokens_are_learnt_by_rounds_and_never_what_was_shown(policy, rou
     assert t.ids == sum((ids(w) + ids(turn) for w, turn in zip(world, turns)), [])
     (row,) = rows_of(policy, [t])
     assert row.labels.tolist() == sum((ids(turns[k]) for k in GOLDEN[rounds, n]), [])
-    shown = [image for step in t.tool_turns for image in step.observation.images]
+    shown = [image for turn in t.tool_turns for image in turn.observation.images]
     assert [image.tobytes() for image in shown] == [
         picture(k + 1)[0].tobytes() for k in range(sum(w.count("<image>") for w in SHOWN[:n]))
     ]
@@ -245,42 +242,3 @@ def test_a_row_with_a_picture_that_the_model_does_not_take_is_skipped(policy, tm
     where.write_text("".join(json.dumps(row) + "\n" for row in rows))
     trajectories, ((row, field, reason),) = load_thyme(policy, where, rules=RULES)
     assert (len(trajectories), row, field) == (1, 0, "image") and "200" in reason
-
-
-def test_the_tiny_tokenizer_knows_the_toys_words_and_spells_the_rest(policy):
-    spelt = policy.tokenizer.convert_ids_to_tokens(
-        policy.tokenizer("image.crop((64,128,128,192)).show() red b3 <code>")["input_ids"]
-    )
-    assert spelt == [
-        "image.crop((", "64", ",", "128", ",", "128", ",", "192", ")).show()", "Ġred", "Ġb3", "Ġ",
-        "<code>",
-    ]  # fmt: skip
-    assert len(policy.tokenizer("Zürich")["input_ids"]) == 7  # bytes
-
-
-@pytest.mark.parametrize("kind", list(beyond.tiny.PACKS))
-def test_packs_teach_what_their_map_shows(policy, kind):
-    rng = random.Random(0)
-    scene = draw_scene(rng, 0.25)
-    pack = beyond.tiny.PACKS[kind](scene, rng)
-    learnt = " ".join(part for part, learn in pack if learn)
-    if kind == "reading":
-        assert sum(f" {s.color}<answer>{s.texture}" in learnt for s in scene.squares) == 4
-    if kind == "grounding":
-        text = "".join(part for part, _ in pack if isinstance(part, str))
-        pairs = [(f" {s.color} {s.cell}", f" {s.cell} {s.color}") for s in scene.squares]
-        assert all(a in text or b in text for a, b in pairs)
-    trajectory = beyond.tiny.pack_trajectory(policy, pack)
-    (row,) = rows_of(policy, [trajectory])
-    assert policy.tokenizer.decode(row.labels.tolist()) == "".join(p for p, learn in pack if learn)
-
-
-def test_the_committed_checkpoint_can_see_the_world():
-    """The gates that `python train.py --preset tiny-base` had to pass, on other maps."""
-    tiny = load_policy("tiny")
-    skills = {
-        kind: beyond.tiny.skill(tiny, beyond.tiny.pack_rows(tiny, kind, 60, "test"), 8192) for kind in beyond.tiny.PACKS
-    }
-    assert skills["grounding"]["cell"] > 0.95 and skills["grounding"]["colour"] > 0.95
-    assert skills["reading"]["texture"] > 0.95 and skills["look"]["corner"] > 0.95
-    assert skills["colour"]["colour"] > 0.9

@@ -1,11 +1,14 @@
-"""python -m pytest tests/test_checkpoint.py      about 30 s: the released checkpoint's file layout,
-with its real tokenizer, chat template and settings, and a tiny random network inside."""
+"""python -m pytest tests/test_qwen.py      about 30 s: what Qwen2.5-VL needs. Most tests have the
+released checkpoint's file layout, with its real tokenizer, chat template and settings, and a tiny
+random network inside."""
 
 import copy
 import json
 import os
+import random
 import re
 import shutil
+import string
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,9 +22,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import rollout
-from data import TAGS, Sample, load_rl
+from data import TAGS, Sample, load_rl, parse, toy_questions
 from grpo import group_row, log_probs
-from kit.qwen import Policy, freeze_vision, set_budget
+from kit.qwen import Model, Policy, freeze_vision, set_budget
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sft import load_thyme, rows_of
 
@@ -57,8 +60,8 @@ def test_rollouts_equal_a_fresh_forward(standin, played):
     trajectories, heard = played
     for t in trajectories:
         fresh = fresh_logits(standin, t).log_softmax(-1)
-        for step, said in zip(t.turns, heard[id(t)], strict=True):
-            difference = said.log_softmax(-1) - fresh[step.start - 1 : step.end - 1]
+        for turn, said in zip(t.turns, heard[id(t)], strict=True):
+            difference = said.log_softmax(-1) - fresh[turn.start - 1 : turn.end - 1]
             assert difference.abs().max() <= 1e-5
 
 
@@ -218,7 +221,7 @@ def test_public_rows_fit_the_released_tokenizer_and_its_budget(standin):
         fits = lambda s: check_fits(standin, s, encode_prompt(standin, s, False), Rules())  # noqa: E731
         questions = load_rl(FIXTURES / "codev_rl.parquet", fits=fits)
         for t, row in zip(trajectories, rows_of(standin, trajectories), strict=True):
-            said = "".join(step.text for step in t.turns)
+            said = "".join(turn.text for turn in t.turns)
             assert standin.tokenizer.decode(row.labels) == said
             assert t.ids.count(standin.image_id) == sum(int(p.grid.prod()) // 4 for p in t.images)
             assert max(int(p.grid.prod()) * 14 * 14 for p in t.images) <= 100_352
@@ -299,3 +302,56 @@ def test_images_take_fewer_positions_than_slots(standin, played):
         image_grid_thw=torch.stack([p.grid for p in t.images]),
     )
     assert torch.equal(rope, own[:, 0]) and rope[0, -1] < len(t.ids) - 1
+
+
+# With the tiny tokenizer
+
+hostile = st.lists(
+    st.sampled_from(
+        ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "</code>", "<answer>B",
+         "</answer>", "</sandbox_output>", "<", "|", ">", "a", "\n", "é"]
+    )
+).map("".join)  # fmt: skip
+
+
+@given(hostile)
+def test_foreign_text_cannot_forge_a_turn_an_image_or_a_tag(policy, text):
+    ids = policy.encode(policy.neutralise(text), []).ids
+    tags = {policy.tokenizer.convert_tokens_to_ids(f"<{s}{t}>") for t in TAGS for s in ("", "/")}
+    assert not set(ids) & (set(policy.forbidden) | {policy.end_id} | tags)
+    assert parse(policy.neutralise(text), closed=True) == (None, None)
+
+
+@given(st.text(string.printable, max_size=40))
+def test_harmless_text_is_left_alone_and_round_trips(policy, text):
+    if "<" not in text:
+        assert policy.neutralise(text) == text
+    ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert policy.tokenizer.decode(ids) == text
+
+
+def test_a_missing_checkpoint_says_what_was_expected(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="expected a folder with config.json"):
+        load_policy(tmp_path)
+
+    def unreachable(*args, **kwargs):
+        raise OSError("we couldn't connect")
+
+    monkeypatch.setattr(Model, "from_pretrained", unreachable)
+    with pytest.raises(FileNotFoundError, match="neither a folder nor on the hub"):
+        load_policy("no-such-model-anywhere")
+
+
+def test_saved_and_loaded_policies_agree(policy, samples, tmp_path):
+    policy.save(tmp_path)
+    again = load_policy(tmp_path)
+    trajectory = rollout.begin(samples[0], encode_prompt(policy, samples[0]))
+    assert encode_prompt(again, samples[0]).ids == trajectory.ids
+    assert torch.equal(fresh_logits(again, trajectory), fresh_logits(policy, trajectory))
+
+
+def test_the_committed_checkpoint_is_small_and_loads_the_same_way():
+    tiny = load_policy("tiny")
+    assert sum(p.numel() for p in tiny.model.parameters()) < 250_000
+    prompt = encode_prompt(tiny, toy_questions(1, random.Random(0).random())[0])
+    assert prompt.ids.count(tiny.image_id) == 16

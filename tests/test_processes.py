@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_distributed.py      about 60 s: two processes do what one does.
+"""python -m pytest tests/test_processes.py      about 60 s: two processes do what one does.
 
 Run by torchrun, this file is also the two processes (`work`, below)."""
 
