@@ -304,11 +304,11 @@ def score(
         return list(pool.map(lambda group, own: reward(group, judge, lambdas, own), groups, rngs))
 
 
-def summary(groups: list[Group], rewards: list[list[Reward]]) -> dict[str, float]:
-    """One training step in numbers. Means leave out what has no verdict; calls are per
-    trajectory; a constant group teaches nothing; `environment` counts failures of ours."""
+def summary(rewards: list[list[Reward]], calls: int, environment: int) -> dict[str, float]:
+    """One training step in numbers. calls: tool turns of all trajectories; the summary has them per
+    trajectory. environment: how many of them were failures of ours. Means leave out what has no
+    verdict; a constant group teaches nothing."""
     flat = [reward for group in rewards for reward in group]
-    turns = [turn for group in groups for trajectory in group for turn in trajectory.tool_turns]
     totals = [[r.total for r in group if r.total is not None] or [0.0] for group in rewards]
 
     def mean(part: str) -> float:
@@ -320,10 +320,10 @@ def summary(groups: list[Group], rewards: list[list[Reward]]) -> dict[str, float
         "answer": mean("answer"),
         "tools": mean("tools"),
         "format": mean("format"),
-        "calls": len(turns) / len(flat),
+        "calls": calls / len(flat),
         "constant_groups": fmean(max(group) - min(group) < 1e-6 for group in totals),
         "no_verdict": sum(r.total is None for r in flat),
-        "environment": sum(bool(turn.observation.environment) for turn in turns),
+        "environment": environment,
     }
 
 

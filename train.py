@@ -23,60 +23,38 @@ uninterrupted one does, and two processes play the same games as one.
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib
-import importlib.util
-import json
 import math
-import os
 import random
 import sys
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import timedelta
-from functools import partial, partialmethod
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 from data import Sample, demonstrations, load_rl, toy_questions
 from evaluate import curves, evaluate, lines, load_toy, table
-from faithfulness import rates
+from faithfulness import count, finding
 from grpo import ADVANTAGES, LOSS_AVERAGES, LogProbs, Objective, Row, learn, micro_batches
-from kit.flags import knob, parse, refusals, through_door
-from kit.folder import Run, can_be_made, read_config, write_json
+from kit.flags import knob, parse, refusals, shared, through_door
+from kit.folder import Run, check_new, read_config, write_json
 from kit.page import report
-from kit.processes import actor_of, gathered, merged, mine, parts, processes, shard, sync
-from kit.qwen import Policy, check_checkpoint, freeze_vision
-from kit.records import Unusable
+from kit.processes import actor_of, assemble, gathered, merged, mine, parts, shard, sync
+from kit.qwen import Policy, freeze_vision
 from kit.tables import read_rows
-from rewards import (
-    BoxJudge,
-    ChatJudge,
-    Judge,
-    Lambdas,
-    Reward,
-    VerdictWatch,
-    reward_named,
-    score,
-    summary,
-)
-from rollout import Rules, Trajectory, check_fits, encode_prompt, load_policy, play
+from rewards import BoxJudge, ChatJudge, Judge, Lambdas, VerdictWatch, reward_named, score, summary
+from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sandbox import Limits
 from sft import TRAIN_ROUNDS, imitate, load_thyme, mean_logp, replay_all, rows_of, shuffled
 
-
-paper, notes, verl, thyme, ours = (
-    partial(knob, source=name) for name in ("paper", "notes", "verl", "thyme", "ours")
-)
+SOURCES = ("paper", "notes", "verl", "thyme", "ours")  # of a default; see Config
+paper, notes, verl, thyme, ours = (partial(knob, source=name) for name in SOURCES)
+TRACKERS, FROZEN = ("none", "tensorboard", "wandb", "trackio"), ("none", "sft", "rl", "both")
 
 
 @dataclass(frozen=True)
@@ -93,9 +71,7 @@ class Config:
     save_every: int = ours(10, "steps between two checkpoints to resume from", least=1)
     keep: int = ours(1, "newest checkpoints that are kept, beside the best", least=1)
     timeout: float = ours(1800.0, "seconds to wait for a process that does not come", least=1)
-    tracker: str = ours(
-        "none", "also send the log to this", choices=("none", "tensorboard", "wandb", "trackio")
-    )
+    tracker: str = ours("none", "also send the log to this", choices=TRACKERS)
     transcript_every: int = ours(10, "steps between two episodes written out as text", least=1)
 
     sft_data: str = ours("", "demonstrations like Thyme-SFT's: file, folder or hub name; else toy")
@@ -113,9 +89,7 @@ class Config:
     sft_warmup: float = thyme(0.05, "share of stage 1 in which the learning rate rises", least=0)
     sft_demos: int = ours(2500, "toy: demonstrations in all", least=1)
     train_rounds: str = thyme("last_code_and_answer", "turns to learn from", choices=TRAIN_ROUNDS)
-    freeze_vision: str = thyme(
-        "sft", "where the vision tower keeps its weights", choices=("none", "sft", "rl", "both")
-    )
+    freeze_vision: str = thyme("sft", "stages that leave the vision tower alone", choices=FROZEN)
 
     rl_steps: int = paper(200, "steps of stage 2", least=0)
     questions: int = paper(256, "questions per step, those of all processes together", least=1)
@@ -126,10 +100,7 @@ class Config:
     max_length: int = thyme(10240, "tokens of a whole trajectory (in RL: ours)")
     max_log_chars: int = ours(2000, "characters of a program's output; errors stay whole", least=0)
 
-    reward: str = paper(
-        "tapo",
-        "tapo, accuracy, tool_bonus, random, a rival (beyond/rivals.py) or my_file.my_reward",
-    )
+    reward: str = paper("tapo", "a key of REWARDS, one of beyond/rivals.py or my_file.my_reward")
     lambda_acc: float = ours(1.0, "weight of a right answer, Eq. 5", above=0)
     lambda_tool: float = ours(0.2, "weight of what the tools showed, Eq. 5")
     lambda_fmt: float = ours(0.2, "weight of the format; 0 gives the printed Eq. 5", least=0)
@@ -146,16 +117,12 @@ class Config:
     activation_checkpointing: bool = ours(True, "recompute activations: time for memory")
 
     kv_budget_gb: float = ours(0.0, "GB for the KV cache; 0: 80 % of what is free", least=0)
-    patience: float = ours(
-        1.0, "seconds until rollouts go on without slow code; runs repeat if none is left", least=0
-    )
+    patience: float = ours(1.0, "seconds for slow code; runs repeat if none is late", least=0)
     sandboxes: int = ours(8, "programs that run at the same time, per process", least=1)
     sandbox_seconds: float = thyme(10.0, "wall-clock limit of one program", least=0.1)
     allow_weak_sandbox: bool = ours(False, "run code that this system cannot fully confine")
     eval_every: int = ours(0, "steps between evaluations of every 4th question; 0: none", least=0)
-    eval_questions: int = ours(
-        512, "of --rl-data: held out, a tenth at most; toy: and half as many out-of-prior", least=4
-    )
+    eval_questions: int = ours(512, "held out, a tenth at most; toy: half as many more", least=4)
 
 
 DOORS = {"--plan": "beyond.plan"}
@@ -178,72 +145,26 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Command(Config):
-    """Train with TAPO. Defaults shown are those of the preset; [paper], [notes] (on it), [verl] and
-    [thyme] say where the default of the 7B run comes from, [ours] that it is our choice."""
+    """Train with TAPO. Defaults are those of the preset; [...] says where the 7B's are from."""
 
-    resume: str | None = knob(
-        None,
-        "go on with the run in DIR, by its own config, on any number of processes",
-        metavar="DIR",
-    )
+    resume: str | None = knob(None, "go on with the run in DIR, by its own config", metavar="DIR")
 
 
 def parse_config(argv: list[str]) -> Config:
-    """The command line -> Config, checked before anything is loaded."""
+    """The command line -> Config; or the end, with one line that says what is wrong with it."""
     if through_door(argv, DOORS):
         sys.exit()
     command = parse(Command, argv, DOORS, PRESETS)
     with refusals():
-        if command.resume is not None:
-            if len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
-                raise ValueError("--resume goes alone: a run continues with its own config")
+        if command.resume is None:
+            config = shared(command, Config)
+            check_new(Path(config.out))
+        elif len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
+            raise ValueError("--resume goes alone: a run continues with its own config")
+        else:
             config = read_config(Path(command.resume), Config)
-            check(config)
-            return config
-        config = shared(command, Config)
-        check(config)
-        if config.preset != "tiny-base":
-            check_checkpoint(config.model)
-            check_data(config)
-        can_be_made(Path(config.out))
+        lambdas(config), reward_named(config.reward)  # both refuse what they do not know
     return config
-
-
-def check(config: Config) -> None:
-    """What can be refused before a model loads is refused here."""
-    if config.max_new_tokens >= config.max_length:
-        raise ValueError(f"--max-new-tokens {config.max_new_tokens} leaves no room for a prompt in "
-                         f"--max-length {config.max_length}")  # fmt: skip
-    if (tracker := config.tracker) != "none" and importlib.util.find_spec(tracker) is None:
-        raise ValueError(f"--tracker {tracker} needs a package: pip install {tracker}")
-    lambdas(config)
-    reward_named(config.reward)
-
-
-def check_data(config: Config) -> None:
-    """Data of one's own need what the toy brings along: questions, a judge, a number of steps."""
-    if config.preset == "codev-7b" and config.rl_steps and not config.rl_data:
-        raise ValueError("--preset codev-7b wants questions: --rl-data, a file, folder or hub name")
-    if config.rl_data and config.rl_steps and not config.judge_url:
-        raise ValueError("--rl-data has no boxes to judge by: give --judge-url, the address of a "
-                         "served vision-language model such as http://host:8000/v1")  # fmt: skip
-    if config.sft_steps < 0 and not config.sft_data:
-        raise ValueError("--sft-steps -1 counts passes over --sft-data: give that, or a number")
-    if config.judge_url:
-        ChatJudge(config.judge_url, config.judge_model)  # so that a wrong address is found now,
-    if config.sft_data and config.sft_steps:
-        read_rows(config.sft_data)  # and a wrong name, not when its stage begins
-    if config.rl_data and config.rl_steps:
-        n = len(read_rows(config.rl_data))
-        if n - (held := held_back(config, n)) < config.questions:
-            raise ValueError(f"{config.rl_data} has {n} rows, {held} of them held out, for "
-                             f"--questions {config.questions} a step: give more rows or lower "
-                             f"--questions")  # fmt: skip
-
-
-def held_back(config: Config, n: int) -> int:
-    """How many of n questions of --rl-data are kept for the evaluation."""
-    return min(config.eval_questions, max(1, n // 10))
 
 
 def lambdas(config: Config) -> Lambdas:
@@ -254,73 +175,73 @@ def rules(config: Config) -> Rules:
     return shared(config, Rules, limits=Limits(seconds=config.sandbox_seconds))
 
 
-def objective(config: Config) -> Objective:
-    return shared(config, Objective)
-
-
-def compared(config: Config) -> bool:
-    return config.beta > 0 or config.ratio_anchor == "ref"  # else no reference model is needed
-
-
-def shared(config: Config, kind: type, **others):
-    """A `kind`, whose fields are those of Config with the same names, and `others`."""
-    names = {f.name for f in fields(kind)} & {f.name for f in fields(Config)}
-    return kind(**{name: getattr(config, name) for name in names}, **others)
-
-
-# Questions, and who judges
-
-
 @dataclass
 class World:
+    """Questions, and who judges."""
+
     questions: Callable[[int], list[Sample]]  # this process's share of a step's questions
-    measured: Sequence[Sample]  # those of the evaluation
+    measured: Sequence[Sample]  # the questions of the evaluation
     judge: Judge
     examiner: Judge  # the judge of the evaluation; a served one is given another prompt
 
 
-def toy_world(config: Config) -> World:
+def world_of(run: Run, config: Config) -> World:
+    """What cannot be read, judged or played is refused here, before weights are loaded."""
+    if config.rl_data and not config.judge_url:
+        raise ValueError("--rl-data has no boxes to judge by: give --judge-url, a served model")
+    if config.questions < run.n:
+        raise ValueError(f"--questions {config.questions} for {run.n} processes: raise it")
+    start = config.model if run.state["stage"] == "sft" else run.folder / "sft"
+    policy = load_policy(start, max_pixels=config.max_pixels or None, weights=False)
+    if config.sft_data and config.sft_steps:
+        read_rows(config.sft_data)
+    if config.rl_data:
+        return data_world(run, config, policy)
+    measured = load_toy(config.eval_questions, shortcut=config.shortcut)
+    fits(policy, config, measured[0])  # stands for all: their prompts are alike
+
     def questions(step: int) -> list[Sample]:
         return mine(toy_questions(config.questions, f"{config.seed}-{step}", config.shortcut))
 
-    measured = load_toy(config.eval_questions, shortcut=config.shortcut)
     return World(questions, measured, BoxJudge(), BoxJudge())
 
 
-def data_world(config: Config, policy: Policy, folder: Path) -> World:
+def fits(policy: Policy, config: Config, sample: Sample) -> None:
+    check_fits(policy, sample, encode_prompt(policy, sample, pixels=False), rules(config))
+
+
+def data_world(run: Run, config: Config, policy: Policy) -> World:
     """--rl-data: a few questions held out for the evaluation, epochs over the others."""
-
-    def fits(sample: Sample) -> None:
-        check_fits(policy, sample, encode_prompt(policy, sample, pixels=False), rules(config))
-
-    fits_key = policy.version(), config.max_length, config.max_new_tokens
-    data = load_rl(config.rl_data, config.on_bad, fits, fits_key)
-    tell_skipped(data, data.skipped, folder / "skipped-rl.jsonl")
-    held = held_back(config, len(data))
+    asked = dict(url=config.judge_url, model=config.judge_model, cache=run.folder / "judge")
+    judge, examiner = ChatJudge(**asked), ChatJudge(**asked, prompt="evaluation")
+    key = policy.version(), config.max_length, config.max_new_tokens
+    data = load_rl(config.rl_data, config.on_bad, partial(fits, policy, config), key)
+    run.tell_skipped(len(data), data.skipped, "skipped-rl.jsonl")
+    held = min(config.eval_questions, max(1, len(data) // 10))
     everything = shuffled(len(data), len(data), f"held out {config.seed}")(0)
     own, measured = everything[held:], [data[i] for i in everything[:held]]
     if len(own) < config.questions:
-        raise SystemExit(
-            f"--questions {config.questions} a step, but {config.rl_data} has {len(data)} usable "
-            f"ones, {held} of them held out: lower --questions or --eval-questions"
-        )
+        told = f"{config.rl_data} has {len(data)} usable questions, {held} of them held out"
+        raise ValueError(f"{told}: give more, or lower --questions {config.questions}")
     order = shuffled(len(own), config.questions, config.seed)
 
     def questions(step: int) -> list[Sample]:
         return [data[own[i]] for i in mine(order(step))]
 
-    asked = dict(url=config.judge_url, model=config.judge_model, cache=folder / "judge")
-    return World(questions, measured, ChatJudge(**asked), ChatJudge(**asked, prompt="evaluation"))
+    return World(questions, measured, judge, examiner)
 
 
-def opened(
-    run: Run, config: Config, stage: str, start: str | Path, lr: float, betas: tuple, device
-) -> tuple[Policy, Policy, torch.optim.Optimizer]:
-    """(policy, actor, optimizer) of a stage: from its checkpoint, or from `start` if it is new.
-    The policy learns, in fp32, cut over all processes; the actor, a whole copy, plays."""
+# The two stages
+
+
+def opened(run: Run, config: Config, stage: str) -> tuple[Policy, Policy, torch.optim.Optimizer]:
+    """(policy, actor, optimizer), from the checkpoint if the run has one. The policy learns, in
+    fp32, cut over all processes; the actor, a whole copy, plays."""
     gc.collect()  # frees the last stage's policy, whose hooks refer to each other
+    start = config.model if stage == "sft" else run.folder / "sft"
+    lr, second = (config.sft_lr, 0.98) if stage == "sft" else (config.rl_lr, 0.95)
     with run.phase("load"):
-        policy = load_policy(start, device, config.max_pixels or None)
+        policy = load_policy(start, run.device, config.max_pixels or None)
         if config.freeze_vision in (stage, "both"):
             freeze_vision(policy)
         actor = actor_of(policy)
@@ -328,106 +249,43 @@ def opened(
             policy.model.activation_checkpointing_enable()
         shard(policy, LogProbs(policy))
         learnt = [p for p in policy.model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(learnt, lr, betas, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(learnt, lr, betas=(0.9, second), weight_decay=0.0)
         if run.state["checkpoint"]:
             run.restore(policy, optimizer, run.state["checkpoint"])
         sync(policy, actor)
     return policy, actor, optimizer
 
 
-def world_of(config: Config, policy: Policy, folder: Path) -> World:
-    """With --rl-data this reads through all rows, to find those that cannot be used."""
-    return data_world(config, policy, folder) if config.rl_data else toy_world(config)
-
-
-def check_prompts(config: Config, policy: Policy, samples: Sequence[Sample]) -> None:
-    """The first stands for all: the toy's are alike, and data_world has checked those of files."""
-    try:
-        prompt = encode_prompt(policy, samples[0], pixels=False)
-        check_fits(policy, samples[0], prompt, rules(config))
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-
-
-def tell_skipped(usable: Sequence, skipped: list, path: Path) -> None:
-    """Print loaded + skipped = total; the file gets the reason for each skipped row."""
-    total = len(usable) + len(skipped)
-    print(f"{len(usable)} of {total} rows loaded, {len(skipped)} skipped ({path.name})")
-    if processes()[0] == 0:
-        lines = [json.dumps(row._asdict(), ensure_ascii=False) + "\n" for row in skipped]
-        path.write_text("".join(lines))
-
-
-def measure_policy(
-    run: Run, config: Config, world: World, actor: Policy, out: Path | None = None, every: int = 1
-) -> dict:
-    """Metrics on the same questions with the same sampling seed in every run; on the toy at
-    temperature 1, where shares mirror the policy: greedy play shows only its likeliest ways.
-
-    out: the folder of a stage's episodes; those that it holds of this policy are not played again.
-    every: without `out`, amid training, one question of so many."""
-    with run.phase("evaluation"):
-        several = {}
-        yardstick = replace(rules(config), temperature=0.0 if config.rl_data else 1.0)
-        if run.n > 1 and out:  # each process plays its part of the questions
-            several = dict(wave=math.ceil(len(world.measured) / run.n))
-        elif not run.first:
-            return {}
-        how = dict(rules=yardstick, out=out) | several
-        samples, judge = world.measured[::every], world.examiner
-        try:
-            return evaluate(actor, samples, judge, **how)[0]
-        except Unusable as error:  # as steps were done again, or by another number of processes
-            print(f"{error}\nThey are played again.")
-            gathered(0)  # all have read
-            for file in out.glob("trajectories*.jsonl") if run.first else ():
-                file.unlink()
-            gathered(0)
-            return evaluate(actor, samples, judge, **how)[0]
-
-
-# The two stages
-
-
-def demonstration_rows(
-    run: Run, config: Config, policy: Policy
-) -> tuple[Sequence[Row], Sequence[Row]]:
+def demonstration_rows(run: Run, config: Config, policy: Policy) -> tuple[Sequence, list]:
     """(the demonstrations to learn from, this process's share of those that are only measured)"""
     if config.sft_data:
         how = config.train_rounds, rules(config), config.on_bad
         demos, skipped = load_thyme(policy, config.sft_data, *how)
-        tell_skipped(demos, skipped, run.folder / "skipped-sft.jsonl")
-        if not len(demos):
-            raise SystemExit(f"0 of {len(skipped)} demonstrations of {config.sft_data} can be "
-                             f"used, see {run.folder / 'skipped-sft.jsonl'}")  # fmt: skip
+        run.tell_skipped(len(demos), skipped, "skipped-sft.jsonl")
         held = min(100, len(demos) // 10)
     else:
         scripts, held = demonstrations(config.sft_demos + 100, config.seed), 100
         played = replay_all(policy, scripts, rules(config))
         bar = tqdm(played, "playing demonstrations", len(scripts), mininterval=5)
         demos = [t for t in bar if t.ended == "answered"]  # others are too long: left out, not cut
-        if len(demos) < len(scripts):
-            print(f"{len(scripts) - len(demos)} of {len(scripts)} demonstrations are too long")
+        print(f"{len(demos)} of {len(scripts)} demonstrations fit into --max-length")
+    if (n := len(demos) - held) < 1:
+        told = f"{len(demos)} usable demonstrations less {held} held out leave none to learn from"
+        raise SystemExit(f"{told}: raise --max-length, or see {run.folder}/skipped-sft.jsonl")
     rows = rows_of(policy, demos)
-    if (n := len(rows) - held) < 1:
-        raise SystemExit(f"{len(rows)} usable demonstrations less {held} held out leave none to "
-                         f"learn from: raise --max-length, or see the rows skipped")  # fmt: skip
     return rows[:n], list(mine(rows[n:]))
 
 
-def stage_1(run: Run, config: Config, device: torch.device) -> World:
+def stage_1(run: Run, config: Config, world: World) -> None:
     """SFT: imitate demonstrations, the mean log-probability of their acted tokens."""
-    start, betas = config.model, (0.9, 0.98)
-    policy, actor, optimizer = opened(run, config, "sft", start, config.sft_lr, betas, device)
-    world = world_of(config, policy, run.folder)
-    check_prompts(config, policy, world.measured)  # before hours of imitation
-    steps = config.sft_steps
+    policy, actor, optimizer = opened(run, config, "sft")
+    steps, rows, held_out = config.sft_steps, [], []
     if steps:
         with run.phase("demonstrations"):
             rows, held_out = demonstration_rows(run, config, policy)
-        batch = min(config.sft_batch, len(rows))
-        order = shuffled(len(rows), batch, config.seed)
-        steps = math.ceil(config.sft_epochs * len(rows) / batch) if steps < 0 else steps
+    batch = min(config.sft_batch, len(rows))
+    steps = math.ceil(config.sft_epochs * len(rows) / batch) if steps < 0 else steps
+    order = shuffled(len(rows), batch, config.seed)
 
     def batched(rows: list[Row]) -> list[list[Row]]:
         return [b for part in parts(rows) for b in micro_batches(part, config.row_tokens)]
@@ -445,7 +303,7 @@ def stage_1(run: Run, config: Config, device: torch.device) -> World:
             line["held_out"] = -mean_logp(policy, batched(held_out), learn=False)
         run.log(line)
         run.check_weights(policy)
-        if (i + 1) % config.save_every == 0:
+        if (i + 1) % config.save_every == 0 or i + 1 == steps:
             run.save(policy, optimizer, i + 1)
 
     with run.phase("sft"):
@@ -453,84 +311,65 @@ def stage_1(run: Run, config: Config, device: torch.device) -> World:
     sync(policy, actor)
     metrics = measure_policy(run, config, world, actor, out=run.folder / "sft-episodes")
     run.end_stage(actor, metrics, following="rl")
-    return world
 
 
-def reference_of(config: Config, sft: Path, device: torch.device) -> Policy | None:
+def reference_of(run: Run, config: Config) -> Policy | None:
     """pi_ref of Eqs. 1, 3 and 4: the SFT model, if anything is compared with it."""
-    if not compared(config):
+    if config.beta == 0 and config.ratio_anchor == "old":
         return None
-    reference = load_policy(sft, device, config.max_pixels or None)
+    reference = load_policy(run.folder / "sft", run.device, config.max_pixels or None)
     shard(reference, LogProbs(reference))
     return reference
 
 
-def report_step(run, config, world, step, groups, rewards, learnt, tally, seconds) -> None:
-    """One line of the log and one on the screen; every name is in the README's glossary."""
-    run.spent({k.removesuffix("_seconds"): v for k, v in tally.items() if k.endswith("_seconds")})
-    counts = Counter({k: v for k, v in tally.items() if not k.endswith("_seconds")})
-    judged = rewards  # faithfulness is measured by tapo's step scores, whatever is paid for
+# Measure and report. What comes in has the names that it has in `main`.
+
+
+def measure_policy(run, config, world, actor, out=None, every=1) -> dict:
+    """Metrics on the same questions with the same sampling seed in every run; on the toy at
+    temperature 1, where shares mirror the policy: greedy play shows only its likeliest ways.
+
+    out: the folder of a stage's episodes, of which none is played twice. Without it, amid training,
+    process 0 plays one question of `every` so many."""
+    with run.phase("evaluation"):
+        if not run.first and not out:
+            return {}
+        wave, temperature = (32, 0.0) if config.rl_data else (512, 1.0)
+        how = dict(rules=replace(rules(config), temperature=temperature), out=out, wave=wave)
+        return evaluate(actor, world.measured[::every], world.examiner, **how)[0]
+
+
+def report_step(run, config, world, step, groups, rewards, learnt, tally) -> None:
+    """One line of the log and one on the screen; every name is in the README's glossary. Each
+    process looks at its own rollouts, and the processes exchange numbers."""
+    judged = rewards  # faithfulness is measured by tapo's turn scores, whatever is paid for
     if config.reward != "tapo":
         judged = score(groups, "tapo", world.judge, lambdas(config), random.Random(0))
-    if run.n > 1:
-        own = ([[light(t) for t in group] for group in groups], rewards, judged)
-        groups, rewards, judged = (merged(gathered(x)) for x in own)
-        counts = sum(gathered(counts), Counter())
-    played, flat = ([x for group in nested for x in group] for nested in (groups, judged))
-    seen = rates(played, flat)
-    line = {"stage": "rl", "step": step} | summary(groups, rewards) | learnt
-    line["useful_calls"] = sum((s or 0) > 0 for r in flat for s in r.scores) / len(flat)
-    line |= {name: seen[name] for name in ("tool_use", "faithful", "crop_area", "error_rate")}
-    line |= counts
-    shown = ("reward", "answer", "tools", "tool_use", "faithful", "calls", "kl", "grad_norm")
-    words = [f"{name} {line[name]:6.3f}" if line[name] is not None else f"{name}      -"
-             for name in shown]  # fmt: skip
-    tqdm.write("  ".join([f"step {step:>4}", *words, f"{seconds:6.1f} s"]))
+    found = [list(map(finding, *pair)) for pair in zip(groups, judged)]
+    turns = [turn for group in groups for t in group for turn in t.tool_turns]
+    tally["environment"] = sum(bool(turn.observation.environment) for turn in turns)
+    seconds = {name: tally.pop(name) for name in [*tally] if name.endswith("_seconds")}
+    run.spent({name.removesuffix("_seconds"): n for name, n in seconds.items()})
+
+    rewards, found = zip(*merged(gathered([*zip(rewards, found)])))
+    found, tally = sum(found, []), sum(gathered(tally), Counter())
+    line = {"stage": "rl", "step": step}
+    line |= summary(rewards, sum(f.calls for f in found), tally.pop("environment", 0)) | learnt
+    line["useful_calls"] = sum((s or 0) > 0 for f in found for s in f.scores) / len(found)
+    looks = ("tool_use", "faithful", "crop_area", "error_rate")
+    line |= {name: rate.value for name, rate in count(found).items() if name in looks}
+    line |= tally
+    words = [f"step {step:>4}"]
+    for name in ("reward", "answer", "tools", "tool_use", "faithful", "calls", "kl", "grad_norm"):
+        words.append(f"{name} {'-' if line[name] is None else format(line[name], '.3f'):>6}")
+    took = sum(run.lap[phase] for phase in ("act", "judge", "learn"))
+    tqdm.write("  ".join([*words, f"{took:6.1f} s"]))
     run.log(line)
-    if run.first and step % config.transcript_every == 0:
-        folder = run.folder / "transcripts"
-        folder.mkdir(exist_ok=True)
-        (folder / f"step-{step:05}.txt").write_text(transcript(groups[0][0], rewards[0][0]))
 
 
-def transcript(trajectory: Trajectory, reward: Reward) -> str:
-    """One episode as text. Of each picture it has the size, and where it was cut out."""
-    sample = trajectory.sample
-    lines = [f"{sample.id}, {sample.kind}, {sample.image.width} x {sample.image.height} pixels",
-             sample.question, *sample.options]  # fmt: skip
-    for step in trajectory.turns:
-        lines += ["", "--- policy", step.text]
-        if step.observation is not None:
-            seen = step.observation
-            lines += ["", "--- sandbox", *filter(None, [seen.text, seen.error, *seen.notes])]
-            lines += [f"[picture {image.width} x {image.height}, of {box or 'no pure crop'}]"
-                      for image, box in zip(seen.images, seen.boxes)]  # fmt: skip
-    lines += ["", f"--- ended: {trajectory.ended}. answer {trajectory.answer!r}, reference "
-              f"{sample.answer!r}", str(reward), ""]  # fmt: skip
-    return "\n".join(lines)
-
-
-def light(trajectory: Trajectory) -> Trajectory:
-    """A copy without pixels, which the report does not need: what one process sends the others."""
-
-    def outline(image) -> SimpleNamespace:
-        return SimpleNamespace(size=image.size, width=image.width, height=image.height)
-
-    sample, turns = copy.copy(trajectory.sample), []
-    object.__setattr__(sample, "image", outline(sample.image))
-    for turn in trajectory.turns:
-        seen = turn.observation
-        if seen is not None:
-            seen = replace(seen, images=[outline(image) for image in seen.images])
-        turns.append(replace(turn, observation=seen))
-    return replace(trajectory, sample=sample, turns=turns, images=[])
-
-
-def finish(
-    run: Run, config: Config, world: World, policy: Policy, actor: Policy, optimizer
-) -> None:
-    """Measure and export stage 2, unless that is done. Then one table, one page and two figures;
-    the numbers are in summary.json."""
+def finish(run, config, world, policy, actor, optimizer) -> None:
+    """Measure and export stage 2, unless that is done. Then one table, one page and a figure; the
+    numbers are in summary.json."""
     if run.state["stage"] == "rl":
         sync(policy, actor)
         metrics = measure_policy(run, config, world, actor, out=run.folder)
@@ -538,35 +377,13 @@ def finish(
     run.export_best(policy, actor, optimizer, config.rl_steps)
     if not run.first:
         return
-    stages, seconds = run.state["stages"], run.state["seconds"]
     names = {"sft": "SFT", "rl": "TAPO" if config.reward == "tapo" else config.reward}
-    columns = {names[stage]: metrics for stage, metrics in stages.items()}
+    columns = {names[stage]: metrics for stage, metrics in run.state["stages"].items()}
     curves(run.log_lines("rl"), run.folder / "curves.png")
     page = report(run.folder, lines(columns), ["curves.png"])
-    write_json(run.folder / "summary.json",
-               {"config": asdict(config), "seconds": seconds, "stages": stages})  # fmt: skip
+    numbers = {"config": asdict(config)} | {k: run.state[k] for k in ("seconds", "stages")}
+    write_json(run.folder / "summary.json", numbers)
     print(f"\n{table(columns)}\n\n{page}\n{run.folder / 'summary.json'}")
-
-
-def assemble(config: Config) -> Accelerator:
-    """The processes of this run, as `torchrun` or `accelerate launch` started them. Only process 0
-    speaks; errors of the others are still heard."""
-    wait = InitProcessGroupKwargs(timeout=timedelta(seconds=config.timeout))
-    tracker = None if config.tracker == "none" else config.tracker
-    cpu = "WORLD_SIZE" in os.environ and not torch.cuda.is_available()  # else each would be alone
-    disable_progress_bar()  # of transformers, which would show one for every small checkpoint
-    # torch warns of checkpoints that are written without other processes: here that is intended.
-    warnings.filterwarnings("ignore", message=".*is not initialized.*|.*single process.*")
-    team = Accelerator(cpu=cpu, log_with=tracker, project_dir=config.out, kwargs_handlers=[wait])
-    if config.questions < team.num_processes:
-        raise SystemExit(f"--questions {config.questions} for {team.num_processes} processes: "
-                         f"each needs at least one, so raise it")  # fmt: skip
-    if tracker:
-        team.init_trackers("codev", asdict(config))
-    if not team.is_main_process:
-        sys.stdout = open(os.devnull, "w")
-        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
-    return team
 
 
 def main(config: Config) -> None:
@@ -574,22 +391,23 @@ def main(config: Config) -> None:
     if config.preset == "tiny-base":
         tiny = importlib.import_module("beyond.tiny")
         return tiny.pretrain_tiny(config.seed, config.row_tokens, print).save(config.out)
-    team = assemble(config)
-    device, run, world = team.device, Run(config, team), None
+    folder, values = Path(config.out), asdict(config)
+    team = assemble(folder, values, config.timeout, config.tracker)
+    with refusals():
+        run = Run(folder, values, config.timeout, config.keep, team)
+        world = world_of(run, config)
 
     # Stage 1, SFT. Speak the format.                                         sft.py
     if run.state["stage"] == "sft":
-        world = stage_1(run, config, device)
+        stage_1(run, config, world)
 
     # Stage 2, TAPO. Look where the evidence is.
-    sft = run.folder / "sft"
-    policy, actor, optimizer = opened(run, config, "rl", sft, config.rl_lr, (0.9, 0.95), device)
-    reference = reference_of(config, sft, device)
-    world = world or world_of(config, actor, run.folder)
+    policy, actor, optimizer = opened(run, config, "rl")
+    reference = reference_of(run, config)
     watch = VerdictWatch()
 
     for step in tqdm(run.steps_left(config.rl_steps), "rl", mininterval=5):
-        began, tally, key = time.perf_counter(), Counter(), f"{config.seed}-{step}"
+        done, tally, key = step + 1, Counter(), f"{config.seed}-{step}"
         torch.manual_seed(random.Random(f"sampling {key}").getrandbits(63))
         questions = world.questions(step)
 
@@ -611,22 +429,23 @@ def main(config: Config) -> None:
 
         # 4. Learn. One clipped step towards the better rollouts.             grpo.py, Eqs. 1, 3, 4
         for group in optimizer.param_groups:
-            group["lr"] = config.rl_lr * min(1.0, (step + 1) / 5)  # warm-up over five steps
+            group["lr"] = config.rl_lr * min(1.0, done / 5)  # warm-up over five steps
         with run.phase("learn"):
-            learnt = learn(policy, optimizer, groups, advantage, reference, objective(config))
+            how = shared(config, Objective)
+            learnt = learn(policy, optimizer, groups, advantage, reference, how)
             optimizer.zero_grad()  # the next KV cache needs the memory of the gradients
 
         # 5. Report. Where did it look, and what did it cost?                 faithfulness.py
-        seconds = time.perf_counter() - began
-        report_step(run, config, world, step + 1, groups, rewards, learnt, tally, seconds)
+        report_step(run, config, world, done, groups, rewards, learnt, tally)
+        if run.first and done % config.transcript_every == 0:
+            run.write_transcript(done, actor, groups[0][0].ids, rewards[0][0])
         run.check_weights(policy)
-        every, done = config.eval_every, step + 1
-        if every and done % every == 0 and done < config.rl_steps:  # the end: of all questions
+        if config.eval_every and done % config.eval_every == 0 and done < config.rl_steps:
             sync(policy, actor)
-            seen = measure_policy(run, config, world, actor, every=4)
-            run.log({"stage": "evaluation", "step": step + 1} | seen)
-        if (step + 1) % config.save_every == 0:
-            run.save(policy, optimizer, step + 1)
+            metrics = measure_policy(run, config, world, actor, every=4)
+            run.log({"stage": "evaluation", "step": done} | metrics)
+        if done % config.save_every == 0 or done == config.rl_steps:
+            run.save(policy, optimizer, done)
 
     finish(run, config, world, policy, actor, optimizer)
     team.end_training()
@@ -637,6 +456,5 @@ if __name__ == "__main__":
     try:
         main(chosen)
     except KeyboardInterrupt:  # Ctrl-C
-        begun = (Path(chosen.out) / "log.jsonl").exists()
-        print("\nstopped" + f"; to go on: python train.py --resume {chosen.out}" * begun)
+        print(f"\nstopped; to go on: python train.py --resume {chosen.out}")
         sys.exit(130)

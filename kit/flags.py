@@ -81,6 +81,12 @@ def parse(kind: type[T], argv: list[str], doors=(), presets=None, by: str = "pre
         return checked(kind(**vars(parser.parse_args(argv))))
 
 
+def shared(options, kind: type[T], **others) -> T:
+    """A `kind` made of those values whose fields have the same names in both, and of `others`."""
+    names = {f.name for f in fields(kind)} & {f.name for f in fields(options)}
+    return kind(**{name: getattr(options, name) for name in names}, **others)
+
+
 def checked(options: T) -> T:
     """The options, if each is of its default's type and within its bounds; else a ValueError."""
     for f in fields(options):

@@ -1,12 +1,14 @@
 """
 folder.py: the folder of a run: its log, its clock and its checkpoints.
 
-Concept     The folder of a run: its log, its clock and its checkpoints.
-Paper       nothing
-In
-Out
-Left out
-Read next
+Concept     A run that is killed goes on from its folder, to the same end. state.json says how far
+            it is. It names the checkpoint to go on from, and is replaced in one motion when that
+            checkpoint is whole: a kill loses at most the steps since.
+Paper       nothing: this is what it takes to train for days
+In          a folder, the processes of a run, and what each step has to say
+Out         config.json, log.jsonl, times.jsonl, state.json, checkpoint-*/ and the exports
+Left out    checkpoints that are written while training goes on
+Read next   processes.py (what else the processes of a run share), train.py (which tells the story)
 """
 
 from __future__ import annotations
@@ -14,24 +16,25 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from kit.flags import checked, flag
+from kit.flags import checked
 from kit.processes import gathered, processes, sync
 from kit.qwen import Policy
 
@@ -39,130 +42,100 @@ T = TypeVar("T")
 WHAT_NOW = "put a copy back, or start a new run with another --out"
 
 
+def read_json(path: Path, keys=()) -> dict:
+    try:
+        value = json.loads(path.read_text())
+    except ValueError:  # cut short, or no text
+        value = None
+    if not isinstance(value, dict) or set(keys) - value.keys():
+        raise ValueError(f"{path} is damaged: {WHAT_NOW}")
+    return value
+
+
+def write_json(path: Path, value: dict) -> None:
+    """In one motion: readers see the old file or the new one, never a part."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(part, path)
+
+
 def read_state(folder: Path) -> dict:
-    """How far the run in this folder is (class Run)."""
-    state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0, "kept": [],
-             "best": None, "seconds": {}, "stages": {}}  # fmt: skip
+    """How far the run in this folder is."""
+    state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0}
+    state |= {"kept": [], "best": None, "seconds": {}, "stages": {}}
     if (path := folder / "state.json").exists():
-        if state.keys() - (found := read_json(path)).keys():
-            raise ValueError(f"{path} is damaged: {WHAT_NOW}")
-        state |= found
+        state = read_json(path, keys=state)
     name = state["checkpoint"]
     if name and not (folder / name / ".metadata").is_file():
         raise ValueError(f"{path} goes on from {name}, which is not there or not whole: {WHAT_NOW}")
     return state
 
 
-def read_json(path: Path) -> dict:
-    try:
-        value = json.loads(path.read_text())
-    except ValueError:  # cut short, or no text
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: {WHAT_NOW}")
-    return value
-
-
 def read_config(folder: Path, kind: type[T]) -> T:
-    """The config of the run in a folder, to go on with."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"nothing to resume in {folder}: it has no config.json")
-    values = read_json(path)
+    """The config of the run in this folder, which is to go on."""
     try:
-        config = replace(checked(kind(**values)), out=str(folder))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not the config of a run of this version: {error}") from error
-    read_state(folder)
-    return config
+        return replace(checked(kind(**read_json(folder / "config.json"))), out=str(folder))
+    except TypeError as error:
+        raise ValueError(f"{folder}/config.json is of another version: {error}") from error
 
 
-def can_be_made(out: Path) -> None:
-    """May a new run write to this folder?"""
-    if (out / "state.json").exists():
-        raise ValueError(f"{out} holds a run already: continue it with --resume {out}, or give "
-                         f"this one another --out")  # fmt: skip
-    there = next(path for path in (out, *out.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"--out {out} cannot be made: {there} is no folder to write to")
+def check_new(folder: Path) -> None:
+    if (folder / "state.json").exists():
+        told = f"{folder} holds a run already: continue it with --resume {folder}"
+        raise ValueError(f"{told}, or give this one another --out")
 
 
 class Run:
-    """The folder of a run: its log, its clock, its newest checkpoints; and what the processes of a
-    run need beside the gradient: to wait for each other, and to say which one failed, and where.
+    """A run and its folder. All processes have one: it makes them wait for each other, and says
+    which one failed, and where. Only process 0 writes, but for checkpoints, of which each process
+    writes its part."""
 
-    state.json says how far the run is. It names the checkpoint to go on from, and is replaced in
-    one motion once that checkpoint is whole: a kill at any moment loses at most the steps since.
-    Only process 0 writes it.
-    """
-
-    def __init__(self, config, team: Accelerator | None = None) -> None:
-        self.folder, self.team, self.keep = Path(config.out), team, config.keep
-        self.rank, self.n = processes()
-        self.first, self.doing, self.now = self.rank == 0, "start", "before its first step"
-        self.skipped, self.lap, self.lines = 0, {}, 0  # lap: a step's seconds
-        self.timeout, self.side = timedelta(seconds=config.timeout), None
+    def __init__(self, folder: Path, config: dict, timeout: float, keep: int, team=None) -> None:
+        """team: an Accelerator, from processes.assemble. Raises ValueError or OSError if the run
+        cannot be written to the folder, or cannot go on from there."""
+        self.folder, self.keep, self.team = folder, keep, team
+        self.device = team.device if team else torch.device("cpu")
+        (self.rank, self.n), self.timeout = processes(), timedelta(seconds=timeout)
+        self.first, self.side = self.rank == 0, None
+        self.doing, self.now = "start", "before its first step"
+        self.skipped = 0  # steps in a row
+        self.lap: dict[str, float] = {}  # seconds of this step's phases
+        self.rewards: list[float] = []  # of the steps since the last checkpoint
         if self.n > 1:
             self.side = dist.new_group(backend="gloo", timeout=self.timeout)
             # When one process dies, torchrun sends SIGTERM to the others: they say where they were.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"told to end: {self.place()}"))
         if self.first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.log_file = open(self.folder / "log.jsonl", "ab")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.log_file = open(folder / "log.jsonl", "ab")
             try:  # until this process ends, however it does
                 fcntl.flock(self.log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SystemExit(f"another process is training in {self.folder}: wait for it, or "
-                                 f"give --out another folder") from None  # fmt: skip
-        self.state = read_state(self.folder)
-        if not self.first:
-            return
-        write_json(self.folder / "config.json", asdict(config))
-        # A log may run ahead of its checkpoint: those steps will be done, and logged, again.
-        there, counted = self.log_file.tell(), self.state["log_bytes"]
-        if there < counted:
-            raise SystemExit(f"{self.folder}/log.jsonl has {there} bytes, but state.json counts on "
-                             f"{counted}: put the log back, or start a new run")  # fmt: skip
-        self.log_file.truncate(counted)
-        self.lines = len((self.folder / "log.jsonl").read_bytes().splitlines())
-
-    def log(self, line: dict) -> None:
-        """Write one line of log.jsonl. It is the same in two equal runs: the seconds of the step go
-        to times.jsonl. Three skipped steps in a row end the run."""
-        self.now = f"after {line['stage']} step {line['step']}"
+            except BlockingIOError as error:
+                told = f"another process is training in {folder}: wait for it, or change --out"
+                raise ValueError(told) from error
+        self.state = read_state(folder)
         if self.first:
-            rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
-            self.log_file.write(json.dumps(rounded).encode() + b"\n")
-            self.log_file.flush()
-            # (times.jsonl is not cut on resume: steps that were done twice stand there twice.)
-            with open(self.folder / "times.jsonl", "a") as file:
-                print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
-        if self.team:
-            numbers = {f"{line['stage']}/{k}": v for k, v in line.items()
-                       if isinstance(v, int | float) and k != "step"}  # fmt: skip
-            self.team.log(numbers, step=self.lines)
-        self.lap, self.lines = {}, self.lines + 1
-        if "grad_norm" in line:
-            self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
-        if self.skipped == 3:
-            raise SystemExit(
-                f"stopped {self.now}: three steps in a row had no finite loss or gradient and were "
-                f"skipped. Start a new run with a lower learning rate, from the last good stage in "
-                f"{self.folder}."
-            )
+            write_json(folder / "config.json", config)
+            there, counted = self.log_file.tell(), self.state["log_bytes"]
+            if there < counted:
+                told = f"{folder}/log.jsonl has {there} bytes, but state.json counts on {counted}"
+                raise ValueError(f"{told}: put the log back, or start a new run")
+            # A log may run ahead of its checkpoint: those steps will be done, and logged, again.
+            self.log_file.truncate(counted)
+            self.lines = (folder / "log.jsonl").read_bytes().count(b"\n")
 
-    def log_lines(self, stage: str) -> list[dict]:
-        lines = map(json.loads, (self.folder / "log.jsonl").read_text().splitlines())
-        return [line for line in lines if line["stage"] == stage]
+    def barrier(self) -> None:
+        """Wait for all processes. One that does not come within the timeout is named."""
+        if self.side:
+            dist.monitored_barrier(self.side, self.timeout, wait_all_ranks=True)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the story, which all processes begin together: one that does not come
-        within --timeout is named. An error inside is told with its process, part and step."""
+        """A part of a step, which all processes begin together. Its seconds are kept. An error in
+        it is told with its process, phase and step."""
         began, before, self.doing = time.perf_counter(), self.doing, name
         try:
-            if self.side:
-                dist.monitored_barrier(self.side, self.timeout, wait_all_ranks=True)
+            self.barrier()
             yield
         except FloatingPointError as error:
             raise SystemExit(self.diverged(str(error))) from error
@@ -172,14 +145,19 @@ class Run:
         self.doing = before
         self.spent({name: time.perf_counter() - began})
 
+    def spent(self, seconds: dict[str, float]) -> None:
+        for sums in (self.state["seconds"], self.lap):
+            sums |= {name: round(sums.get(name, 0.0) + s, 3) for name, s in seconds.items()}
+
     def place(self) -> str:
         return f"process {self.rank} of {self.n}, at `{self.doing}`, {self.now}"
 
     def diverged(self, what: str) -> str:
         lr, last = f"{self.state['stage']}_lr", self.state["checkpoint"] or "the stage's start"
-        return (f"stopped ({self.place()}): {what}. Lower {lr} in {self.folder}/config.json and go "
-                f"on with --resume {self.folder} (from {last}), or start a new run with a lower "
-                f"{flag(lr)}")  # fmt: skip
+        how = f"Lower {lr} in {self.folder}/config.json and go on with --resume {self.folder}"
+        return (
+            f"stopped ({self.place()}): {what}. {how} (from {last}), or start a run with it lower"
+        )
 
     def check_weights(self, policy: Policy) -> None:
         """After each step, so that no broken policy plays or is saved. Each process looks at its
@@ -189,9 +167,50 @@ class Run:
         if not all(gathered(bool(sums.isfinite().all()))):
             raise SystemExit(self.diverged("the policy's weights are not finite, or huge"))
 
-    def spent(self, seconds: dict[str, float]) -> None:
-        for sums in (self.state["seconds"], self.lap):
-            sums |= {name: round(sums.get(name, 0.0) + s, 3) for name, s in seconds.items()}
+    def log(self, line: dict) -> None:
+        """Write one line of log.jsonl. Two equal runs write the same: the seconds of the step go to
+        times.jsonl. Three skipped steps in a row end the run."""
+        self.now = f"after {line['stage']} step {line['step']}"
+        if self.first:
+            rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
+            self.log_file.write(json.dumps(rounded).encode() + b"\n")
+            self.log_file.flush()
+            # (times.jsonl is not cut on resume: steps that were done twice stand there twice.)
+            with open(self.folder / "times.jsonl", "a") as file:
+                print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
+            if self.team:
+                numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
+                stage = line["stage"]
+                self.team.log({f"{stage}/{k}": v for k, v in numbers.items()}, step=self.lines)
+            self.lines += 1
+        self.lap = {}
+        if "reward" in line:
+            self.rewards.append(line["reward"])
+        if "grad_norm" in line:
+            self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
+        if self.skipped == 3:
+            told = (
+                f"stopped {self.now}: three steps in a row had no finite loss or gradient and were"
+            )
+            raise SystemExit(f"{told} skipped. Start a new run with a lower learning rate.")
+
+    def log_lines(self, stage: str) -> list[dict]:
+        lines = map(json.loads, (self.folder / "log.jsonl").read_text().splitlines())
+        return [line for line in lines if line["stage"] == stage]
+
+    def tell_skipped(self, usable: int, skipped: list, name: str) -> None:
+        """Say how many rows are used; the file `name` gets the reason for each that is not."""
+        print(f"{usable} of {usable + len(skipped)} rows loaded, {len(skipped)} skipped ({name})")
+        if self.first:
+            lines = [json.dumps(row._asdict(), ensure_ascii=False) + "\n" for row in skipped]
+            (self.folder / name).write_text("".join(lines))
+
+    def write_transcript(self, step: int, policy: Policy, ids: list[int], reward: object) -> None:
+        """What the policy read and wrote in one episode, each picture as one word."""
+        text = re.sub(r"(<\|image_pad\|>)+", "<picture>", policy.tokenizer.decode(ids))
+        folder = self.folder / "transcripts"
+        folder.mkdir(exist_ok=True)
+        (folder / f"step-{step:05}.txt").write_text(f"{text}\n\n{reward}\n")
 
     def steps_left(self, steps: int) -> range:
         """The steps of stage 2 still to do; none once it is over."""
@@ -204,14 +223,11 @@ class Run:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         with self.phase("save"):
             dcp.save(training_state(policy, optimizer), checkpoint_id=self.folder / name)
-        best = self.state["best"]
-        if self.first and self.state["stage"] == "rl":
-            since = [x["reward"] for x in self.log_lines("rl") if x["step"] > self.state["step"]]
-            reward = sum(since) / max(len(since), 1)
-            if best is None or reward > best["reward"]:
-                best = {"checkpoint": name, "step": step, "reward": reward}
+        best, rewards, self.rewards = self.state["best"], self.rewards, []
+        if rewards and (best is None or fmean(rewards) > best["reward"]):
+            best = {"checkpoint": name, "step": step, "reward": fmean(rewards)}
         kept = [k for k in self.state["kept"] if k != name] + [name]
-        self.update(step=step, checkpoint=name, kept=kept[-self.keep :], best=gathered(best)[0])
+        self.update(step=step, checkpoint=name, kept=kept[-self.keep :], best=best)
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, name: str) -> None:
         """Parts are found by name, whoever wrote them: the number of processes may change."""
@@ -252,7 +268,7 @@ class Run:
 
 
 def training_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
-    """Lambdas and moments under their names: what a checkpoint holds, and where it is read into."""
+    """Weights and moments under their names: what a checkpoint holds, and where it is read into."""
     moments = {}
     for name, p in policy.model.named_parameters():
         if p.requires_grad:
@@ -261,10 +277,3 @@ def training_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
                 optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
             moments[name] = optimizer.state[p]
     return {"weights": policy.model.state_dict(), "moments": moments}
-
-
-def write_json(path: Path, value: dict) -> None:
-    """In one motion: readers see the old file or the new one, never a part."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(part, path)

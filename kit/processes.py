@@ -15,16 +15,45 @@ Read next   grpo.py (what is learnt together), folder.py (how processes wait for
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
+import sys
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partialmethod
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
 
 from kit.qwen import Policy
+
+
+def assemble(folder: Path, config: dict, timeout: float, tracker: str = "none") -> Accelerator:
+    """The processes of this run, as `torchrun` or `accelerate launch` started them. Only process 0
+    speaks; errors of the others are still heard."""
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise SystemExit(f"--tracker {tracker} needs a package: pip install {tracker}")
+    wait = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout))
+    cpu = "WORLD_SIZE" in os.environ and not torch.cuda.is_available()  # else each would be alone
+    disable_progress_bar()  # of transformers, which would show one for every small checkpoint
+    # torch warns of checkpoints that are written without other processes: here that is intended.
+    warnings.filterwarnings("ignore", message=".*is not initialized.*|.*single process.*")
+    log_with = None if tracker == "none" else tracker
+    team = Accelerator(cpu=cpu, log_with=log_with, project_dir=folder, kwargs_handlers=[wait])
+    team.init_trackers("codev", config)
+    if not team.is_main_process:
+        sys.stdout = open(os.devnull, "w")
+        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
+    return team
 
 
 def processes() -> tuple[int, int]:

@@ -102,7 +102,7 @@ def test_no_verdict_is_excluded_and_counted_never_0():
     group = [hand_made(SAMPLE, GOOD, answer="checker"), hand_made(SAMPLE, answer="checker")]
     (got,) = score([group], "tapo", Judge("10"), Lambdas(), random.Random(0))
     assert [r.total for r in got] == [None, 1.0]
-    assert rewards.summary([group], [got])["no_verdict"] == 1
+    assert rewards.summary([got], calls=1, environment=0)["no_verdict"] == 1
 
 
 def test_measuring_knows_no_half():

@@ -23,7 +23,6 @@ from kit.folder import Run
 from kit.processes import actor_of, gathered, level, mine, parts, processes, shard, sync, whole
 from rollout import Trajectory, load_policy, play
 from sft import mean_logp, rows_of
-from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST = [[RED], [ANSWER], [RED]]
@@ -155,7 +154,7 @@ def work(out: Path) -> None:
 def saved_and_resumed(policy, actor, groups, folder):
     """Weights after a step, a checkpoint and a step; and after the checkpoint and the same step
     again. Exports the first."""
-    run = Run(Config(out=str(folder), timeout=60))
+    run = Run(folder, {}, timeout=60, keep=1)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-2)
 
     def step():
@@ -177,7 +176,7 @@ def saved_and_resumed(policy, actor, groups, folder):
 def stall(out: Path) -> None:
     """Process 1 never comes to learn."""
     dist.init_process_group("gloo")
-    run = Run(Config(out=str(out), timeout=3))
+    run = Run(out, {}, timeout=3, keep=1)
     run.now = "after rl step 7"
     with run.phase("act"):
         pass
@@ -235,7 +234,7 @@ def test_a_checkpoint_of_two_is_read_by_one(two, policy):
     """Its step, done by one process, ends with the weights that two ended with."""
     alone = tiny_policy(seed=0)
     optimizer = torch.optim.AdamW(alone.model.parameters(), lr=1e-2)
-    Run(Config(out=str(two.folder / "run"))).restore(alone, optimizer, "checkpoint-sft-1")
+    Run(two.folder / "run", {}, timeout=60, keep=1).restore(alone, optimizer, "checkpoint-sft-1")
     learn(alone, optimizer, union(policy), A, None, Objective(beta=0.0))
     for name, p in alone.model.named_parameters():
         assert torch.allclose(p, two[3][0][name], atol=1e-6), name

@@ -372,7 +372,7 @@ def test_a_failure_of_ours_drops_out_of_the_mean_and_is_counted():
     trajectory = hand_made(SEARCH, OURS, GOOD, answer="checker")
     got = reward(trajectory)
     assert got.scores == (None, 1.0) and got.tools == 1.0 and got.total == 1.2
-    assert summary([[trajectory]], [[got]])["environment"] == 1
+    assert summary([[got]], calls=2, environment=1)["environment"] == 1
     assert tools(OURS) == 0.0
     assert reward(hand_made(SEARCH, OURS, answer="checker"), "tool_bonus").tools == 0.0
 
@@ -578,7 +578,8 @@ def test_the_log_line_by_hand():
     c = hand_made(SEARCH, GOOD, TYPO, answer=None)  # -0.2
     blind = hand_made(replace(SEARCH, boxes=()), GOOD, answer="checker")  # no verdict
     groups = [[a, b], [c, c], [a, blind]]
-    got = summary(groups, score(groups, "tapo", BoxJudge(), Lambdas(), random.Random(0)))
+    rewards = score(groups, "tapo", BoxJudge(), Lambdas(), random.Random(0))
+    got = summary(rewards, calls=7, environment=0)
     assert got == pytest.approx(
         {
             "reward": (1.2 + 0 - 0.2 - 0.2 + 1.2) / 5,
@@ -613,7 +614,7 @@ def test_an_open_answer_without_a_verdict_leaves_the_trajectory_without_a_reward
         (got,) = score([group], name, Answering(None), Lambdas(), random.Random(0))
         assert got[0].answer is None and got[0].total is None, name
         assert got[1].answer == 1.0 and got[1].total is not None, name
-        assert summary([group], [got])["no_verdict"] == 1
+        assert summary([got], calls=1, environment=0)["no_verdict"] == 1
 
 
 def test_groups_are_judged_side_by_side_and_come_back_in_order():

@@ -1,6 +1,5 @@
 """python -m pytest tests/test_train.py      about 60 s: the command line, and whole runs of it"""
 
-import copy
 import importlib
 import importlib.util
 import json
@@ -12,22 +11,25 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import asdict, fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
-from conftest import ANSWER, LOOK, RULES, scripted
 from safetensors.torch import load_file
 
 import beyond.study
 import evaluate
-import kit.folder
 import train
-from data import TAGS, toy_questions
-from kit.qwen import Policy
-from rollout import load_policy, play
+from data import toy_questions
+from kit.flags import shared
+from kit.folder import Run, read_config
+from rewards import crop, hand_made
+from rollout import load_policy
+from sandbox import Observation
 from train import Config, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +43,11 @@ SHORT = [
 
 def command(out, *more):
     return [sys.executable, "train.py", "--out", str(out), *SHORT, *more]
+
+
+def run_of(config):
+    """The run of a config, in this process alone."""
+    return Run(Path(config.out), asdict(config), config.timeout, config.keep)
 
 
 def run(*words, **kwargs):
@@ -90,10 +97,11 @@ def test_the_config_is_the_command_line(tmp_path):
         (["--questions", "0"], "--questions: expected a finite number, least 1; got 0"),
         (["--temperature", "0"], "--temperature: expected a finite number, above 0; got 0.0"),
         (["--shortcut", "1.2"], "--shortcut: expected a finite number, least 0, most 1; got 1.2"),
-        (["--lambda-tool", "1.0"], "below the answer's (Eq. 5), got tools 1.0"),
-        (["--lambda-tool", "-1.5"], "below the answer's (Eq. 5), got tools -1.5"),
-        (["--max-length", "32"], "leaves no room"),
-        (["--model", "no/such/folder/at/all"], "no checkpoint"),
+        (["--lambda-tool", "1.0"], "below the answer's (Eq. 5), got Lambdas(answer=1.0, tools=1.0"),
+        (
+            ["--lambda-tool", "-1.5"],
+            "below the answer's (Eq. 5), got Lambdas(answer=1.0, tools=-1.5",
+        ),
         (["--resume", "no-such-run"], "--resume goes alone"),
         (["--max-grad-norm", "-1"], "--max-grad-norm: expected a finite number, above 0; got -1.0"),
         (["--rl-lr", "nan"], "--rl-lr: expected a finite number"),
@@ -124,9 +132,9 @@ def test_a_flag_beside_resume_is_refused_however_it_is_spelt(words, capsys):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--resume", "no-such-run"], "nothing to resume in no-such-run"),
-    (["--resume", ""], "nothing to resume in .: it has no config.json"),
-    (["--resume="], "nothing to resume in .: it has no config.json"),
+    (["--resume", "no-such-run"], "No such file or directory: 'no-such-run/config.json'"),
+    (["--resume", ""], "No such file or directory: 'config.json'"),
+    (["--resume="], "No such file or directory: 'config.json'"),
 ])  # fmt: skip
 def test_a_run_that_is_not_there_cannot_be_resumed(words, message, capsys):
     with pytest.raises(SystemExit):
@@ -134,42 +142,21 @@ def test_a_run_that_is_not_there_cannot_be_resumed(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, text, message", [
-    ("state.json", "", "state.json is damaged: put a copy back"),
-    ("state.json", '{"stage": "rl", "st', "state.json is damaged: put a copy back"),
-    ("state.json", "[]", "state.json is damaged: put a copy back"),
-    ("state.json", "{}", "state.json is damaged: put a copy back"),
-    ("config.json", "", "config.json is damaged: put a copy back"),
-    ("config.json", '{"rl_steps": "5"}', "--rl-steps: expected a value like 200, got '5'"),
-    ("config.json", '{"seed": true}', "--seed: expected a value like 0, got True"),
-    ("checkpoint-sft-2/.metadata", None, "checkpoint-sft-2, which is not there or not whole: put"),
-])  # fmt: skip
-def test_a_damaged_run_is_told_with_its_file(name, text, message, tmp_path, capsys):
-    (tmp_path / "checkpoint-sft-2").mkdir()
-    (tmp_path / "checkpoint-sft-2" / ".metadata").touch()
-    a_run = kit.folder.Run(Config(out=str(tmp_path)))
-    a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2")
-    a_run.log_file.close()
-    assert parse_config(["--resume", str(tmp_path)]) == Config(out=str(tmp_path))
-    (tmp_path / name).unlink() if text is None else (tmp_path / name).write_text(text)
-    with pytest.raises(SystemExit):
-        parse_config(["--resume", str(tmp_path)])
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["file", "file/sub/run"])
-def test_a_folder_that_cannot_be_made_is_told(name, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        parse_config(["--out", str(tmp_path / name)])
-    assert "cannot be made" in capsys.readouterr().err
+def test_a_run_goes_on_with_its_own_config(tmp_path):
+    config = Config(out=str(tmp_path), seed=7, rl_lr=0.5)
+    run_of(config).log_file.close()
+    assert parse_config(["--resume", str(tmp_path)]) == config
 
 
 def test_every_field_of_the_rules_and_the_objective_is_a_flag_and_arrives(tmp_path):
     other = {int: "77", float: "0.25", bool: None, str: None}
     words = {"ratio_anchor": "ref", "loss_agg": "sequence"}
     named = {f.name for f in fields(Config)}
-    for kind, made_by in ((train.Rules, train.rules), (train.Objective, train.objective)):
+
+    def objective(config):
+        return shared(config, train.Objective)
+
+    for kind, made_by in ((train.Rules, train.rules), (train.Objective, objective)):
         for f in fields(kind):
             if f.name == "limits":
                 config = parse_config(["--sandbox-seconds", "0.25", "--out", str(tmp_path / "x")])
@@ -204,13 +191,14 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
         seen.update(advantage=advantage, reference=reference, objective=objective)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "stage_1", lambda run, config, device: run.update(stage="rl"))
+    monkeypatch.setattr(train, "stage_1", lambda run, config, world: run.update(stage="rl"))
     monkeypatch.setattr(train, "play", play)
     monkeypatch.setattr(train, "score", score)
     monkeypatch.setattr(train, "learn", learn)
     opened = (None, None, type("O", (), {"param_groups": []}))
     monkeypatch.setattr(train, "opened", lambda *_: opened)
-    monkeypatch.setattr(train, "load_policy", lambda *_: "the SFT model")
+    monkeypatch.setattr(train, "load_policy", lambda *_, **__: "the SFT model")
+    monkeypatch.setattr(train, "fits", lambda *_: None)
     monkeypatch.setattr(train, "shard", lambda *_: None)
     monkeypatch.setattr(train, "LogProbs", lambda _: None)
     monkeypatch.setattr(train, "VerdictWatch", lambda: lambda *_: None)
@@ -228,27 +216,33 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
     assert seen["advantage"][0].tolist() == pytest.approx([0, -0.7071, 0.7071], abs=1e-3)
 
 
-def test_a_log_that_lost_lines_is_noticed_at_once(tmp_path):
-    a_run = kit.folder.Run(Config(out=str(tmp_path)))
-    a_run.log({"stage": "sft", "step": 1, "grad_norm": 1.0})
-    a_run.update(step=1)
-    a_run.log_file.close()
-    (tmp_path / "log.jsonl").write_bytes(b"")
-    with pytest.raises(SystemExit, match="log.jsonl has 0 bytes, but state.json counts on"):
-        kit.folder.Run(Config(out=str(tmp_path)))
-
-
-def test_two_runs_never_share_a_folder(tmp_path):
-    a_run = kit.folder.Run(Config(out=str(tmp_path)))
-    before = (tmp_path / "config.json").read_bytes()
-    child = subprocess.Popen(["sleep", "60"])  # started while the lock is held, as sandboxes are
-    with pytest.raises(SystemExit, match="another process is training in .*: wait for it, or give"):
-        kit.folder.Run(Config(out=str(tmp_path), seed=7))
-    assert (tmp_path / "config.json").read_bytes() == before
-    a_run.log_file.close()  # as a kill does: then the child must not hold it
-    kit.folder.Run(Config(out=str(tmp_path)))
-    child.kill()
-    child.wait()
+def test_a_step_is_reported_in_numbers_of_its_own_rollouts(tmp_path):
+    """Whatever is paid for, faithfulness is measured by the scores of tapo."""
+    sample = toy_questions(1, seed=3)[0]
+    good, ours = crop(sample, sample.boxes[0]), Observation(environment="the sandbox broke")
+    failed = Observation(error="NameError", red_lines=["sandbox_error"])
+    group = [
+        hand_made(sample, good, answer=sample.answer),
+        hand_made(sample, ours, failed, answer="no"),
+        hand_made(sample, answer=None),
+    ]
+    config = Config(out=str(tmp_path), reward="accuracy")
+    a_run = run_of(config)
+    world = train.World(None, None, train.BoxJudge(), None)
+    rewards = train.score([group], "accuracy", world.judge, train.lambdas(config), Random(0))
+    learnt = {"kl": None, "grad_norm": 0.5}
+    for name in ("act", "judge", "learn"):
+        a_run.spent({name: 1.0})
+    tally = Counter(generated_tokens=7, decode_seconds=0.5)
+    train.report_step(a_run, config, world, 1, [group], rewards, learnt, tally)
+    (line,) = a_run.log_lines("rl")
+    assert (line["calls"], line["environment"], line["generated_tokens"]) == (1, 1, 7)
+    assert line["useful_calls"] == line["faithful"] == pytest.approx(1 / 3, abs=1e-5)
+    assert line["tool_use"] == pytest.approx(2 / 3, abs=1e-5)
+    assert line["error_rate"] == pytest.approx(1 / 3, abs=1e-5)
+    assert line["answer"] == pytest.approx(1 / 3, abs=1e-5) and line["tools"] == 0
+    assert line["kl"] is None and not any("seconds" in name for name in line)
+    assert json.loads((tmp_path / "times.jsonl").read_text())["decode"] == 0.5
 
 
 # --- whole runs ------------------------------------------------------------------------------
@@ -308,10 +302,10 @@ def test_every_name_in_the_log_stands_in_the_glossary_of_the_readme(finished):
 def measures_as_before(whole: Path, stage: str, folder: Path) -> bool:
     """Measure a stage's policy where the episodes of the SFT model lie already."""
     shutil.copytree(whole / "sft-episodes", folder / "known")
-    config = replace(kit.folder.read_config(whole, Config), out=str(folder))
-    actor = load_policy(whole / stage, torch.device("cpu"))
-    found = train.measure_policy(
-        kit.folder.Run(config), config, train.toy_world(config), actor, out=folder / "known")
+    config = replace(read_config(whole, Config), out=str(folder))
+    actor, a_run = load_policy(whole / stage), run_of(config)
+    world = train.world_of(a_run, config)
+    found = train.measure_policy(a_run, config, world, actor, out=folder / "known")
     before = json.loads((whole / "summary.json").read_text())["stages"][stage]
     return json.loads(json.dumps(found)) == before
 
@@ -321,11 +315,17 @@ def test_what_was_played_of_a_stage_is_not_played_again(finished, tmp_path, monk
     assert measures_as_before(finished[0], "sft", tmp_path)
 
 
-def test_episodes_of_other_weights_are_played_again(finished, tmp_path, capsys):
-    """As after a kill: its last steps are done again, on a GPU not to the last bit."""
-    assert measures_as_before(finished[0], "rl", tmp_path)
-    said = capsys.readouterr().out
-    assert "from another evaluation" in said and "They are played again." in said
+def test_a_stage_ends_with_a_checkpoint_so_that_its_evaluation_can_go_on(tmp_path, monkeypatch):
+    """14 steps, a checkpoint every 4: a run that is killed while it measures does no step again,
+    so its weights are to the bit those whose episodes lie there, also on a GPU."""
+    words = [*SHORT, "--save-every", "4", "--out", str(tmp_path)]
+    monkeypatch.setattr(train, "measure_policy", lambda *_, **__: sys.exit("killed"))
+    for imitate in (train.imitate, lambda *x: pytest.fail("again") if len(x[3]) else None):
+        monkeypatch.setattr(train, "imitate", imitate)
+        with pytest.raises(SystemExit, match="killed"):
+            train.main(parse_config(words))
+        assert json.loads((tmp_path / "state.json").read_text())["step"] == 14
+        words = ["--resume", str(tmp_path)]
 
 
 def test_a_quarter_of_the_questions_are_those_asked_amid_training(finished):
@@ -380,100 +380,6 @@ def test_killed_twice_and_resumed_it_ends_the_same(finished, tmp_path):
     assert a == b
 
 
-def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
-    a_run = kit.folder.Run(Config(out=str(tmp_path)))
-    for grad_norm in (None, None, 1.0, None, None):
-        a_run.log({"stage": "sft", "step": 1, "grad_norm": grad_norm})
-    with pytest.raises(SystemExit, match="three steps in a row"):
-        a_run.log({"stage": "sft", "step": 9, "grad_norm": None})
-    assert len(a_run.log_lines("sft")) == 6
-
-
-@pytest.fixture
-def learner(policy):
-    model = copy.deepcopy(policy.model)
-    learner = Policy(model, policy.tokenizer, policy.image_processor, TAGS)
-    return learner, torch.optim.AdamW(model.parameters())
-
-
-def test_a_half_written_checkpoint_is_never_used(tmp_path, learner):
-    config = Config(out=str(tmp_path), keep=1)
-    a_run = kit.folder.Run(config)
-    a_run.save(*learner, 2)
-    (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
-    for part in ("__0_0", "__7_0"):  # eight processes were writing it
-        (tmp_path / "checkpoint-sft-4" / f"{part}.distcp").write_bytes(b"half")
-    a_run.log_file.close()
-    again = kit.folder.Run(config)
-    assert again.state["checkpoint"] == "checkpoint-sft-2"
-    again.save(*learner, 4)
-    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-sft-4"]
-    assert not (tmp_path / "checkpoint-sft-4" / "__7_0.distcp").exists()
-    toy = Config(out=str(tmp_path), freeze_vision="none", max_pixels=0)
-    train.opened(again, toy, "sft", "tiny", 1e-3, (0.9, 0.95), "cpu")
-
-
-def test_a_kill_while_state_is_written_leaves_the_old_one(tmp_path, monkeypatch):
-    kit.folder.write_json(tmp_path / "state.json", {"step": 1})
-    monkeypatch.setattr(os, "replace", lambda *_: sys.exit("killed"))
-    with pytest.raises(SystemExit):
-        kit.folder.write_json(tmp_path / "state.json", {"step": 2})
-    assert json.loads((tmp_path / "state.json").read_text()) == {"step": 1}
-
-
-def test_the_last_few_checkpoints_are_kept_and_the_best(tmp_path, learner):
-    a_run = kit.folder.Run(Config(out=str(tmp_path), keep=2))
-    a_run.update(stage="rl")
-    for step, reward in enumerate([0.1, 0.9, 0.9, 0.8, 0.2, 0.3, 0.1, 0.1], start=1):
-        a_run.log({"stage": "rl", "step": step, "reward": reward, "grad_norm": 1.0})
-        if step % 2 == 0:
-            a_run.save(*learner, step)
-    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {
-        "checkpoint-rl-4", "checkpoint-rl-6", "checkpoint-rl-8"
-    }  # fmt: skip
-    assert a_run.state["best"]["step"] == 4 and a_run.state["best"]["reward"] == pytest.approx(0.85)
-    a_run.update(kept=[])
-    a_run.export_best(*learner[:1], *learner, steps=8)
-    assert (tmp_path / "rl-best" / "model.safetensors").exists()
-    assert not list(tmp_path.glob("checkpoint-*"))
-
-
-def test_a_checkpoint_gives_back_weights_and_moments_to_the_bit(tmp_path, learner):
-    policy, optimizer = learner
-    for p in policy.model.parameters():
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    a_run = kit.folder.Run(Config(out=str(tmp_path)))
-    a_run.save(policy, optimizer, 2)
-    want = copy.deepcopy(kit.folder.training_state(policy, optimizer))
-    optimizer.step()
-    fresh = torch.optim.AdamW(policy.model.parameters())
-    a_run.restore(policy, fresh, "checkpoint-sft-2")
-    got = kit.folder.training_state(policy, fresh)
-    for name, weight in want["weights"].items():
-        assert torch.equal(weight, got["weights"][name])
-    for name, moments in want["moments"].items():
-        assert all(torch.equal(moments[k], got["moments"][name][k]) for k in moments)
-
-
-@pytest.mark.parametrize("weight", [float("nan"), float("-inf"), 1e30])
-def test_a_diverged_policy_is_neither_saved_nor_played(weight, tmp_path, learner, samples):
-    policy, a_run = learner[0], kit.folder.Run(Config(out=str(tmp_path)))
-    a_run.check_weights(policy)
-    a_run.update(stage="rl", checkpoint="checkpoint-rl-2")
-    a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
-    with torch.no_grad():
-        policy.model.lm_head.weight[5, 7] = weight
-    words = r"rl step 3\): .* Lower rl_lr .* --resume .* \(from checkpoint-rl-2\)"
-    with pytest.raises(SystemExit, match=words):
-        a_run.check_weights(policy)
-    with torch.no_grad():
-        policy.model.lm_head.weight[:] = float("nan")
-    with pytest.raises(SystemExit, match=words.replace(": .*", ".* scores of the next .*")):
-        with a_run.phase("act"):
-            play(policy, samples[:1], 2, RULES)
-
-
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     words = command(tmp_path / "run", "--sft-steps", "100000", "--save-every", "100000")
     process = subprocess.Popen(words, cwd=ROOT, stdout=-1, stderr=-1, text=True)
@@ -499,7 +405,8 @@ def test_a_far_too_high_rate_is_told_before_anything_is_saved(tmp_path, finished
 def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(tmp_path, policy):
     config = Config(rl_data=str(ROOT / "tests/fixtures/codev_rl.parquet"), out=str(tmp_path),
                     judge_url="http://127.0.0.1:9/v1", questions=3)  # fmt: skip
-    world, again = (train.data_world(config, policy, tmp_path) for _ in range(2))
+    a_run = run_of(config)
+    world, again = (train.data_world(a_run, config, policy) for _ in range(2))
     n = 9 - len(world.measured)
     ids = [[s.id for s in world.questions(step)] for step in range(2 * n)]
     flat = [i for step in ids for i in step]
@@ -511,61 +418,44 @@ def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(tmp_path
     assert (tmp_path / "skipped-rl.jsonl").exists()
 
 
-def test_an_episode_can_be_read(policy, samples):
-    with scripted(policy, [[LOOK, ANSWER]]):
-        ((t,),) = play(policy, samples[:1], 1, RULES)
-    for episode in (t, train.light(t)):
-        text = train.transcript(episode, train.Reward(1.0, 1.0, 0.0, (1.0,), 1.2))
-        for part in (t.sample.question, LOOK, "[picture 64 x 64, of (64, 128, 128, 192)]", "1.2"):
-            assert part in text
-    assert t.sample.image.getpixel((0, 0)) and not train.light(t).images
-
-
-def test_an_error_says_whose_it_is_and_where(tmp_path):
-    a_run = kit.folder.Run(Config(out=str(tmp_path)))
-    a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
-    with pytest.raises(KeyError) as error, a_run.phase("learn"):
-        raise KeyError("x")
-    assert error.value.__notes__ == ["process 0 of 1, at `learn`, after rl step 3"]
-
-
 @pytest.mark.parametrize("words, message", [
+    (["--model", "no/such/folder/at/all"], "no checkpoint"),
+    (["--max-length", "40"], "but --max-length 40 leaves 8 beside a turn of 32"),
     (["--preset", "codev-7b"], "give --judge-url"),
     (["--rl-data", "x.parquet"], "give --judge-url"),
-    (["--sft-steps", "-1"], "counts passes over --sft-data"),
     (["--tracker", "wandb"], "pip install wandb"),
     (["--rl-data", "no/such/rows.jsonl", "--judge-url", "http://h/v1"], "no data in no/such"),
     (["--sft-data", "no/such/rows.jsonl"], "no data in no/such"),
     (["--rl-data", RL_ROWS, "--judge-url", "host:8000"], "should look like http://host:8000/v1"),
-    (["--rl-data", RL_ROWS, "--judge-url", "http://h/v1"], "give more rows or lower --questions"),
+    (["--rl-data", RL_ROWS, "--judge-url", "http://h/v1"], "give more, or lower --questions 12"),
+    (["--out", "README.md"], "File exists: 'README.md'"),
+    (["--out", "README.md/runs/toy"], "Not a directory: 'README.md/runs/toy'"),
 ])  # fmt: skip
-def test_what_public_data_need_is_asked_for_at_once(words, message, capsys, tmp_path, monkeypatch):
+def test_what_cannot_be_played_or_judged_is_refused_before_weights_load(
+    words, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        parse_config(["--out", str(tmp_path / "run"), *words])
-    assert message in capsys.readouterr().err
+    monkeypatch.setattr(train, "opened", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(SystemExit) as stopped:
+        train.main(parse_config(["--out", str(tmp_path / "run"), *words]))
+    assert message in capsys.readouterr().err or message in str(stopped.value)
 
 
 def test_a_run_without_a_demonstration_that_fits_is_refused(policy, tmp_path):
     words = ["--sft-demos", "2", "--max-length", "60", "--max-new-tokens", "8"]
     config = parse_config(["--out", str(tmp_path / "run"), *words])
     with pytest.raises(SystemExit, match="53 usable demonstrations less 100 .* raise --max-length"):
-        train.demonstration_rows(None, config, policy)
+        train.demonstration_rows(run_of(config), config, policy)
 
 
-def test_demonstrations_of_which_none_can_be_used_are_told(policy, tmp_path):
+def test_demonstrations_of_which_none_can_be_used_are_told(policy, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"question": "q"}\n' * 3)
-    config = Config(sft_data=str(tmp_path / "rows.jsonl"))
-    with pytest.raises(SystemExit, match="^0 of 3 demonstrations .*, see .*skipped-sft.jsonl$"):
-        train.demonstration_rows(train.SimpleNamespace(folder=tmp_path), config, policy)
-
-
-def test_a_limit_that_no_prompt_fits_is_told_before_stage_1(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "imitate", lambda *_: pytest.fail("imitated first"))
-    words = ["--sft-steps", "1", "--sft-demos", "8", "--max-length", "40"]
-    config = parse_config(["--out", str(tmp_path), *words])
-    with pytest.raises(SystemExit, match="its prompt has .* but --max-length 40 leaves 8"):
-        train.stage_1(kit.folder.Run(config), config, torch.device("cpu"))
+    config = Config(sft_data=str(tmp_path / "rows.jsonl"), out=str(tmp_path))
+    with pytest.raises(SystemExit, match="^0 usable demonstrations .*, or see .*skipped-sft.jsonl"):
+        train.demonstration_rows(run_of(config), config, policy)
+    assert "0 of 3 rows loaded, 3 skipped (skipped-sft.jsonl)" in capsys.readouterr().out
+    assert (tmp_path / "skipped-sft.jsonl").read_text().count("\n") == 3
 
 
 # --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --

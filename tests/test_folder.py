@@ -1,0 +1,255 @@
+"""python -m pytest tests/test_folder.py      seconds: the folder of a run, and its checkpoints"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import LOOK, RULES, SHORT, scripted
+
+from data import TAGS
+from kit.flags import knob
+from kit.folder import Run, check_new, read_config, training_state, write_json
+from kit.qwen import Policy
+from rollout import play
+
+
+@dataclass(frozen=True)
+class Settings:
+    out: str = knob("runs", "a folder")
+    steps: int = knob(200, "how many", least=1)
+
+
+class Row(NamedTuple):
+    row: int
+    reason: str
+
+
+def run_in(folder, keep=1, config=None):
+    return Run(folder, config or {}, timeout=60.0, keep=keep)
+
+
+@pytest.fixture
+def learner(policy):
+    model = copy.deepcopy(policy.model)
+    learner = Policy(model, policy.tokenizer, policy.image_processor, TAGS)
+    return learner, torch.optim.AdamW(model.parameters())
+
+
+# --- what is read from a folder ----------------------------------------------------------------
+
+
+def test_the_config_of_a_run_is_read_for_the_folder_that_it_now_lies_in(tmp_path):
+    run_in(tmp_path, config={"out": "elsewhere", "steps": 7})
+    assert read_config(tmp_path, Settings) == Settings(out=str(tmp_path), steps=7)
+
+
+@pytest.mark.parametrize("text, message", [
+    (None, "No such file or directory"),
+    ("", "config.json is damaged: put a copy back"),
+    ('{"steps": "5"}', "--steps: expected a value like 200, got '5'"),
+    ('{"steps": 0}', "--steps: expected a finite number, least 1; got 0"),
+    ('{"stops": 5}', "config.json is of another version: .*unexpected keyword argument 'stops'"),
+])  # fmt: skip
+def test_a_damaged_config_is_told(text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises((ValueError, OSError), match=message):
+        read_config(tmp_path, Settings)
+
+
+@pytest.mark.parametrize("name, text, message", [
+    ("state.json", "", "state.json is damaged: put a copy back"),
+    ("state.json", '{"stage": "rl", "st', "state.json is damaged: put a copy back"),
+    ("state.json", "[]", "state.json is damaged: put a copy back"),
+    ("state.json", "{}", "state.json is damaged: put a copy back"),
+    ("checkpoint-sft-2/.metadata", None, "checkpoint-sft-2, which is not there or not whole: put"),
+])  # fmt: skip
+def test_a_damaged_run_is_told_with_its_file(name, text, message, tmp_path):
+    (tmp_path / "checkpoint-sft-2").mkdir()
+    (tmp_path / "checkpoint-sft-2" / ".metadata").touch()
+    a_run = run_in(tmp_path)
+    a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2")
+    a_run.log_file.close()
+    assert run_in(tmp_path).state == a_run.state
+    (tmp_path / name).unlink() if text is None else (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        run_in(tmp_path)
+
+
+def test_a_run_is_not_overwritten(tmp_path):
+    check_new(tmp_path / "new")
+    run_in(tmp_path).log_file.close()
+    check_new(tmp_path)  # nothing was done yet
+    run_in(tmp_path).update(step=1)
+    with pytest.raises(ValueError, match=f"--resume {tmp_path}"):
+        check_new(tmp_path)
+
+
+# --- the log and the clock -----------------------------------------------------------------------
+
+
+def test_a_log_that_lost_lines_is_noticed_at_once(tmp_path):
+    a_run = run_in(tmp_path)
+    a_run.log({"stage": "sft", "step": 1, "grad_norm": 1.0})
+    a_run.update(step=1)
+    a_run.log_file.close()
+    (tmp_path / "log.jsonl").write_bytes(b"")
+    with pytest.raises(ValueError, match="log.jsonl has 0 bytes, but state.json counts on"):
+        run_in(tmp_path)
+
+
+def test_a_log_that_ran_ahead_of_its_checkpoint_is_cut(tmp_path):
+    a_run = run_in(tmp_path)
+    for step in (1, 2, 3):
+        a_run.log({"stage": "sft", "step": step, "grad_norm": 1.0})
+        if step == 2:
+            a_run.update(step=step)
+    a_run.log_file.close()
+    again = run_in(tmp_path)
+    assert [line["step"] for line in again.log_lines("sft")] == [1, 2] and again.lines == 2
+
+
+def test_two_runs_never_share_a_folder(tmp_path):
+    a_run = run_in(tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    child = subprocess.Popen(["sleep", "60"])  # started while the lock is held, as sandboxes are
+    with pytest.raises(ValueError, match="another process is training in .*: wait for it, or"):
+        run_in(tmp_path, config={"seed": 7})
+    assert (tmp_path / "config.json").read_bytes() == before
+    a_run.log_file.close()  # as a kill does: then the child must not hold it
+    run_in(tmp_path)
+    child.kill()
+    child.wait()
+
+
+def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
+    a_run = run_in(tmp_path)
+    for grad_norm in (None, None, 1.0, None, None):
+        a_run.log({"stage": "sft", "step": 1, "grad_norm": grad_norm})
+    with pytest.raises(SystemExit, match="three steps in a row"):
+        a_run.log({"stage": "sft", "step": 9, "grad_norm": None})
+    assert len(a_run.log_lines("sft")) == 6
+
+
+def test_seconds_are_kept_for_the_step_and_for_the_run(tmp_path):
+    a_run = run_in(tmp_path)
+    for step in (1, 2):
+        with a_run.phase("act"):
+            a_run.spent({"sandbox": 0.25})
+        a_run.log({"stage": "rl", "step": step, "reward": 0.5})
+    times = [json.loads(line) for line in open(tmp_path / "times.jsonl")]
+    assert [(t["stage"], t["step"], t["sandbox"]) for t in times] == [
+        ("rl", 1, 0.25),
+        ("rl", 2, 0.25),
+    ]
+    assert a_run.state["seconds"]["sandbox"] == 0.5 and a_run.state["seconds"]["act"] >= 0
+
+
+def test_an_error_says_whose_it_is_and_where(tmp_path):
+    a_run = run_in(tmp_path)
+    a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
+    with pytest.raises(KeyError) as error, a_run.phase("learn"):
+        raise KeyError("x")
+    assert error.value.__notes__ == ["process 0 of 1, at `learn`, after rl step 3"]
+
+
+def test_rows_that_cannot_be_used_are_told_and_listed(tmp_path, capsys):
+    run_in(tmp_path).tell_skipped(2, [Row(5, "too long, für uns")], "skipped.jsonl")
+    assert capsys.readouterr().out == "2 of 3 rows loaded, 1 skipped (skipped.jsonl)\n"
+    (line,) = (tmp_path / "skipped.jsonl").read_text().splitlines()
+    assert line == '{"row": 5, "reason": "too long, für uns"}'
+
+
+def test_an_episode_can_be_read(policy, samples, tmp_path):
+    with scripted(policy, [[LOOK, SHORT]]):
+        ((t,),) = play(policy, samples[:1], 1, RULES)
+    run_in(tmp_path).write_transcript(7, policy, t.ids, "Reward(1.2)")
+    text = (tmp_path / "transcripts" / "step-00007.txt").read_text()
+    for part in (t.sample.question, LOOK, SHORT, "Reward(1.2)"):
+        assert part in text, part
+    assert text.count("<picture>") == 2 and "<|image_pad|>" not in text
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_a_half_written_checkpoint_is_never_used(tmp_path, learner):
+    a_run = run_in(tmp_path)
+    a_run.save(*learner, 2)
+    (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
+    for part in ("__0_0", "__7_0"):  # eight processes were writing it
+        (tmp_path / "checkpoint-sft-4" / f"{part}.distcp").write_bytes(b"half")
+    a_run.log_file.close()
+    again = run_in(tmp_path)
+    assert again.state["checkpoint"] == "checkpoint-sft-2"
+    again.save(*learner, 4)
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-sft-4"]
+    assert not (tmp_path / "checkpoint-sft-4" / "__7_0.distcp").exists()
+    again.restore(*learner, "checkpoint-sft-4")
+
+
+def test_a_kill_while_state_is_written_leaves_the_old_one(tmp_path, monkeypatch):
+    write_json(tmp_path / "state.json", {"step": 1})
+    monkeypatch.setattr(os, "replace", lambda *_: sys.exit("killed"))
+    with pytest.raises(SystemExit):
+        write_json(tmp_path / "state.json", {"step": 2})
+    assert json.loads((tmp_path / "state.json").read_text()) == {"step": 1}
+
+
+def test_the_last_few_checkpoints_are_kept_and_the_best(tmp_path, learner):
+    a_run = run_in(tmp_path, keep=2)
+    a_run.update(stage="rl")
+    for step, reward in enumerate([0.1, 0.9, 0.9, 0.8, 0.2, 0.3, 0.1, 0.1], start=1):
+        a_run.log({"stage": "rl", "step": step, "reward": reward, "grad_norm": 1.0})
+        if step % 2 == 0:
+            a_run.save(*learner, step)
+    assert {p.name for p in tmp_path.glob("checkpoint-*")} == {
+        "checkpoint-rl-4", "checkpoint-rl-6", "checkpoint-rl-8"
+    }  # fmt: skip
+    assert a_run.state["best"]["step"] == 4 and a_run.state["best"]["reward"] == pytest.approx(0.85)
+    a_run.update(kept=[])
+    a_run.export_best(*learner[:1], *learner, steps=8)
+    assert (tmp_path / "rl-best" / "model.safetensors").exists()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_checkpoint_gives_back_weights_and_moments_to_the_bit(tmp_path, learner):
+    policy, optimizer = learner
+    for p in policy.model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    a_run = run_in(tmp_path)
+    a_run.save(policy, optimizer, 2)
+    want = copy.deepcopy(training_state(policy, optimizer))
+    optimizer.step()
+    fresh = torch.optim.AdamW(policy.model.parameters())
+    a_run.restore(policy, fresh, "checkpoint-sft-2")
+    got = training_state(policy, fresh)
+    for name, weight in want["weights"].items():
+        assert torch.equal(weight, got["weights"][name])
+    for name, moments in want["moments"].items():
+        assert all(torch.equal(moments[k], got["moments"][name][k]) for k in moments)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("-inf"), 1e30])
+def test_a_diverged_policy_is_neither_saved_nor_played(weight, tmp_path, learner, samples):
+    policy, a_run = learner[0], run_in(tmp_path)
+    a_run.check_weights(policy)
+    a_run.update(stage="rl", checkpoint="checkpoint-rl-2")
+    a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
+    with torch.no_grad():
+        policy.model.lm_head.weight[5, 7] = weight
+    words = r"rl step 3\): .* Lower rl_lr .* --resume .* \(from checkpoint-rl-2\)"
+    with pytest.raises(SystemExit, match=words):
+        a_run.check_weights(policy)
+    with torch.no_grad():
+        policy.model.lm_head.weight[:] = float("nan")
+    with pytest.raises(SystemExit, match=words.replace(": .*", ".* scores of the next .*")):
+        with a_run.phase("act"):
+            play(policy, samples[:1], 2, RULES)
