@@ -322,7 +322,7 @@ class Options:
     """Play a benchmark, and show where the policy looked. If it is stopped or killed, the same
     command goes on where it was."""
 
-    model: str | None = knob(None, "checkpoint to evaluate: a folder or a hub name", metavar="DIR")
+    model: str = knob(None, "checkpoint: a folder or a hub name", metavar="DIR", required=True)
     bench: str = knob("toy", "which questions", choices=("toy", *BENCHES))
     data: str | None = knob(None, "the benchmark's files; else those of the hub", metavar="PATH")
     out: Path = knob(Path("runs/eval"), "where results go", metavar="DIR")

@@ -98,8 +98,7 @@ def broken(text: str, width: int = 38, most: int = 16) -> str:
     """Broken into lines that fit a cell; a $ does not begin a formula."""
     text = re.sub(r"(?<=</think>)(?=.)|(?<=.)(?=<answer>)", "\n", text)
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
-    lines = lines[:most] + ["..."] * (len(lines) > most)
-    return "\n".join(lines).replace("$", r"\$")
+    return "\n".join(lines[:most] + ["..."] * (len(lines) > most)).replace("$", r"\$")
 
 
 def main(argv: list[str]) -> None:

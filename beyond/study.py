@@ -80,14 +80,10 @@ class Job:
         folder = study / self.name
         flags = {"--seed": self.seed, "--shortcut": WORLDS[self.world], "--eval-every": 10}
         flags |= {"--lambda-tool": self.lambda_tool, "--out": folder}
+        special = {"sft": {"--rl-steps": 0}, "zero-rl": {"--sft-steps": 0}}
+        flags |= special.get(self.reward, {"--reward": self.reward})
         if self.start:
             flags |= {"--model": study / self.start.name / "sft", "--sft-steps": 0}
-        elif self.reward == "zero-rl":
-            flags["--sft-steps"] = 0
-        if self.reward == "sft":
-            flags["--rl-steps"] = 0
-        elif self.reward != "zero-rl":
-            flags["--reward"] = self.reward
         flags = {"--resume": folder} if (folder / "state.json").exists() else flags
         return [sys.executable, "train.py", *(str(word) for pair in flags.items() for word in pair)]
 

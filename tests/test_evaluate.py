@@ -589,11 +589,21 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
             ["--model", "m", "--shortcut", "2"],
             "--shortcut: expected a finite number, least 0, most",
         ),
-        (["--avg-at", "0"], "--avg-at: expected a finite number, least 1; got 0"),
-        (["--avg-at", "4", "--temperature", "0"], "K greedy plays are one play"),
-        (["--perturb", "mask,nois"], "perturbations are all, or some of identity, mask, noise"),
-        (["--perturb", "all", "--avg-at", "2"], "greedy plays: drop --avg-at and --temperature"),
-        (["--judge-url", "http://x/v1"], "a judge needs both --judge-url and --judge-model"),
+        (["--model", "m", "--avg-at", "0"], "--avg-at: expected a finite number, least 1; got 0"),
+        (["--model", "m", "--avg-at", "4", "--temperature", "0"], "K greedy plays are one play"),
+        (
+            ["--model", "m", "--perturb", "mask,nois"],
+            "perturbations are all, or some of identity, mask, noise",
+        ),
+        (
+            ["--model", "m", "--perturb", "all", "--avg-at", "2"],
+            "greedy plays: drop --avg-at and --temperature",
+        ),
+        (["--bench", "toy"], "the following arguments are required: --model"),
+        (
+            ["--model", "m", "--judge-url", "http://x/v1"],
+            "a judge needs both --judge-url and --judge-model",
+        ),
         (["--model", f"{ROOT}/tiny", "--bench", "vstar", "--data", "/no"], "no data in /no"),
     ],
 )
