@@ -90,8 +90,8 @@ def load_bench(name: str, where: str | None = None, first: int | None = None) ->
     def words(i: int) -> dict:
         row = {**rows[i], "folder": rows.folder}
         filled(row, *PICTURES)
-        found = bench.read(row)
-        return found | {"id": f"{name}-{i}-{found['id']}".rstrip("-")}  # its own may not be unique
+        fields = bench.read(row)
+        return fields | {"id": f"{name}-{i}-{fields['id']}".rstrip("-")}  # theirs may be no key
 
     def sample(i: int) -> Sample:
         try:
@@ -208,20 +208,20 @@ def write_trajectories(
     """Write a file in one motion, and its pictures; see the head of this module."""
 
     def record(t: Trajectory, reward: Reward) -> dict:
-        found, scores = finding(t, reward), iter(reward.scores)
+        counted, scores = finding(t, reward), iter(reward.scores)
         return {
             "sample": {name: value for name, value in vars(t.sample).items() if name != "rule"},
             **{name: getattr(t, name) for name in AS_IT_IS},
             "steps": [vars(x) | {"score": x.observation and next(scores)} for x in t.turns],
             "acted": [(who, len(list(tokens))) for who, tokens in itertools.groupby(t.acted)],
             "reward": reward,
-            "correct": found.correct,
-            "look": found.look,
-            "failed": found.failed,
+            "correct": counted.correct,
+            "look": counted.look,
+            "failed": counted.failed,
             "run": run,
         }
 
-    write(path, map(record, trajectories, rewards))
+    write(path, itertools.starmap(record, zip(trajectories, rewards, strict=True)))
 
 
 def read_trajectories(
@@ -240,10 +240,10 @@ def reward_of(record: dict, folder: Path) -> Reward:
 def trajectory_of(record: dict, folder: Path) -> Trajectory:
     def turn(step: dict) -> Turn:
         del step["score"]  # the reward has it
-        if seen := step["observation"]:
-            seen["images"] = [opened(folder, name) for name in seen["images"]]
-            seen["boxes"] = [box and tuple(box) for box in seen["boxes"]]
-            step["observation"] = Observation(**seen)
+        if fields := step["observation"]:
+            fields["images"] = [opened(folder, name) for name in fields["images"]]
+            fields["boxes"] = [box and tuple(box) for box in fields["boxes"]]
+            step["observation"] = Observation(**fields)
         return Turn(**step)
 
     sample, turns = record["sample"], list(map(turn, record["steps"]))
@@ -270,13 +270,13 @@ LABELS = {
 def lines(columns: dict[str, dict]) -> list[list[str]]:
     """The head of a table, then a label and a cell for each column. What was not measured stays
     empty. columns: {its name: the metrics of `measure`}."""
-    found = [["", *columns]]
+    cells = [["", *columns]]
     for name, label in LABELS.items():
         values = [metrics.get(name) for metrics in columns.values()]
         texts = [f"{value:.3f}" if isinstance(value, float) else f"{value}" for value in values]
         if set(texts) - {"None"}:
-            found.append([label, *(text.replace("None", "") for text in texts)])
-    return found
+            cells.append([label, *(text.replace("None", "") for text in texts)])
+    return cells
 
 
 def table(columns: dict[str, dict]) -> str:
@@ -385,17 +385,17 @@ def judges_of(options: Options) -> tuple[Judge, Judge | None]:
 
 def studies(options: Options, policy: Policy, rules: Rules, played, paid, second) -> None:
     """What can be said of the episodes beyond rates: printed as it comes, and kept in studies.json
-    beside what earlier calls found out about the same evaluation."""
+    beside what earlier calls said about the same evaluation."""
     file, run = options.out / "studies.json", Records(options.out / EPISODES)[0]["run"]
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    found = found if found.get("run") == run else {"run": run}
-    found["tool_use"] = tool_use(played)
-    print("", listing(found["tool_use"]), "", sep="\n")
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    kept = kept if kept.get("run") == run else {"run": run}
+    kept["tool_use"] = tool_use(played)
+    print("", listing(kept["tool_use"]), "", sep="\n")
     names, ablate = names_of(options.perturb), options.ablation
     if names or ablate or second:
         evidence = importlib.import_module("beyond.evidence")
-        found |= evidence.studies(policy, played, paid, rules, options.seed, names, ablate, second)
-    file.write_text(json.dumps(found, indent=2, default=vars), encoding="utf-8")
+        kept |= evidence.studies(policy, played, paid, rules, options.seed, names, ablate, second)
+    file.write_text(json.dumps(kept, indent=2, default=vars), encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

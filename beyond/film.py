@@ -63,12 +63,12 @@ def film(record: dict, folder: Path, path: Path) -> None:
         cell(1, i).text(0, 1, text, va="top", fontsize=8, family="monospace")
     for i, turn in enumerate(turns, start=1):
         axes = cell(0, i)
-        if seen := turn["observation"]:
+        if observation := turn["observation"]:
             verdict = "no verdict" if turn["score"] is None else f"score {turn['score']:g}"
-            axes.set_title(f"{i}. {', '.join([*seen['sources'], verdict])}", fontsize=9)
-            for name in seen["images"][:1]:
+            axes.set_title(f"{i}. {', '.join([*observation['sources'], verdict])}", fontsize=9)
+            for name in observation["images"][:1]:
                 axes.imshow(opened(folder, name), interpolation="nearest")
-            for box in filter(None, seen["boxes"]):
+            for box in filter(None, observation["boxes"]):
                 outline(first, box, COLORS[0], "-")
                 first.text(*box[:2], f" {i}", color=COLORS[0], va="bottom", weight="bold")
         else:

@@ -217,6 +217,13 @@ def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
     assert second["steps"][0]["observation"]["red_lines"] == ["invalid_coords"]
 
 
+def test_each_trajectory_needs_its_reward(tmp_path):
+    trajectories, rewards = worked_example()
+    with pytest.raises(ValueError, match="shorter"):
+        write(trajectories, rewards[:2], tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
 def test_a_verdict_that_is_missing_is_null(tmp_path):
     pairs = [episode(right=right) for right in (1.0, 0.0, None)]
     write(*zip(*pairs), tmp_path)
