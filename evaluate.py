@@ -58,7 +58,7 @@ from tqdm import tqdm
 from data import Sample, out_of_prior_questions, toy_questions
 from faithfulness import DRAWS, HALF, Rate, count, cross_table, finding, listing, tool_use
 from kit.benchmarks import BENCHES, PICTURES, filled, picture, published
-from kit.flags import knob, parse, refusals, through_door
+from kit.flags import knob, parse, refusals, shared, through_door
 from kit.page import report
 from kit.perturbations import PERTURBATIONS, check_perturbations
 from kit.processes import gathered, processes
@@ -341,8 +341,7 @@ class Options:
     judge_prompt: str = knob("evaluation", "what it sees; _original: also the whole image",
                              choices=("evaluation", "evaluation_original"))  # fmt: skip
     perturb: str = knob(
-        "none",
-        "play again, tools show other pictures (Table 6): all, or " + ",".join(PERTURBATIONS),
+        "none", "play again, tools perturbed (Table 6): all, or " + ",".join(PERTURBATIONS)
     )
     ablation: bool = knob(False, "play again without tools: what was each call worth?")
 
@@ -417,8 +416,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         policy = load_policy(options.model, state.device, options.max_pixels)
 
     started = time.monotonic()
-    settings = ("turns", "temperature", "max_new_tokens", "max_length")
-    rules = replace(GREEDY, **{name: getattr(options, name) for name in settings})
+    rules = shared(options, Rules)
     with refusals(Unusable, TooLong):  # other errors are ours, and keep their traceback
         metrics, *episodes = evaluate(
             policy, samples, judge, rules=rules, seed=options.seed, out=options.out,
