@@ -1,32 +1,41 @@
-"""python -m pytest tests/test_readme.py      about 10 s: the README tells the truth"""
+"""python -m pytest tests/test_readme.py      about 10 s: README.md and docs/ tell the truth"""
 
 import importlib
 import inspect
+import io
 import re
 import runpy
 import sys
-from dataclasses import fields
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-import evaluate
-from train import Config, parse_config
-
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODULES = "sandbox data rollout rewards grpo sft faithfulness evaluate train".split()
-SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in MODULES}
+NINE = "sandbox data rollout rewards grpo sft faithfulness evaluate train".split()
+FILES = [ROOT / f"{name}.py" for name in NINE]
+FILES += sorted((ROOT / "kit").glob("*.py")) + sorted((ROOT / "beyond").glob("*.py"))
+SOURCES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts): file.read_text(encoding="utf-8")
+    for file in FILES
+}
 TESTS = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def section(title: str) -> str:
-    """The text under "## title"."""
+    """The text under "## title" of README.md."""
     return re.split(r"^## ", README.split(f"\n## {title}\n")[1], flags=re.M)[0]
 
 
+# The equation map
+
+
 def tags(text: str) -> set[str]:
-    """Places of the paper: "Eqs. 1, 3 and 4; Fig. 2" -> {"Eq. 1", "Eq. 3", "Eq. 4", "Fig. 2"}"""
+    """Places of the paper: "Eqs. 1, 3 and 4; Fig. 2" -> {"Eq 1", "Eq 3", "Eq 4", "Fig 2"}"""
     found = set()
     for kind, numbers in re.findall(
         r"(Eq|Fig|Table|Appendi)\w*\.? ?((?:\d+(?:, and |, | and )?)+)", text
@@ -36,17 +45,19 @@ def tags(text: str) -> set[str]:
 
 
 MAP = [
-    (tags(paper), re.findall(r"`(\w+)\.(\w+)`", code), re.findall(r"`(test_\w+)`", tests))
+    (tags(paper), re.findall(r"`([\w.]+)\.(\w+)`", code), re.findall(r"`(test_\w+)`", tests))
     for paper, code, tests in re.findall(
         r"^\| ((?:Eq|Fig|Table|Appendi)[^|]*) \| [^|]* \| ([^|]*) \| ([^|]*) \|$",
-        section("Equation map"), re.M,
+        section("Equation map"),
+        re.M,
     )
-]  # fmt: skip
+]
 
 
-def test_the_map_holds_exactly_the_places_that_the_sources_name():
+def test_the_map_holds_every_place_that_the_nine_name_and_none_that_no_file_names():
     mapped = set().union(*(paper for paper, _, _ in MAP))
-    assert mapped == tags("\n".join(SOURCES.values()))
+    assert tags("\n".join(SOURCES[name] for name in NINE)) <= mapped
+    assert mapped <= tags("\n".join(SOURCES.values()))
     assert {f"Eq {n}" for n in range(1, 7)} <= mapped
 
 
@@ -60,54 +71,150 @@ def test_a_row_of_the_map_leads_to_code_that_carries_its_tag_and_to_tests(paper,
     assert tests and all(f"def {name}(" in TESTS for name in tests)
 
 
-def test_tests_named_in_the_readme_exist():
-    named = re.findall(r"`(test_\w+)(\.py)?`", README)
+def test_equations_are_code_of_the_nine():
+    equations = [row for row in MAP if any(tag.startswith("Eq") for tag in row[0])]
+    assert {module for _, code, _ in equations for module, _ in code} <= set(NINE)
+
+
+# Names of tests, files and pages
+
+
+def test_tests_named_in_the_pages_exist():
+    named = re.findall(r"`(test_\w+)(\.py)?`", TEXT)
     assert len(named) > 30
     for name, file in named:
         exists = (ROOT / "tests" / f"{name}.py").exists() if file else f"def {name}(" in TESTS
         assert exists, name
 
 
-COMMANDS = re.findall(
-    r"(?:python|launch|torchrun[^\n]*?|--\S+) ((?:\w+|tests/\w+)\.py)((?: [^\n#`|&]*)?)", README
+def test_files_and_names_of_modules_that_the_pages_name_exist():
+    for file in re.findall(r"`((?:kit/|beyond/|tests/)?\w+\.(?:py|html|toml|txt))`", TEXT):
+        folder = ROOT / "tests" if file.startswith("test_") else ROOT
+        made = file in ("report.html", "my_file.py")  # by a run, by the reader
+        assert made or (folder / file).exists(), file
+    for module, name in re.findall(r"`((?:kit\.|beyond\.)?\w+)\.([A-Za-z_]\w*)`", TEXT):
+        if module in SOURCES and name != "py":
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+def links(page: Path) -> list[str]:
+    """What a page links to or shows, the web left out."""
+    found = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    return [link for link in found if not link.startswith("http")]
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's titles, as GitHub names them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_links_to_exists(page):
+    for link in links(page):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in slugs(target), link
+
+
+def test_every_page_and_picture_is_reached_from_the_readme():
+    reached, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page.suffix == ".md" and page not in reached:
+            todo += [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
+        reached.add(page)
+    assert len(PAGES) == 11
+    assert reached >= {*PAGES, *(ROOT / "docs" / "pictures").iterdir()}
+    own = {(ROOT / link).resolve() for link in links(ROOT / "README.md")}
+    assert own >= set(PAGES[1:])  # one click away, not two
+
+
+def test_the_sources_point_at_pages_and_sections_that_exist():
+    text = "\n".join(SOURCES.values())
+    assert all((ROOT / page).exists() for page in re.findall(r"docs/\w+\.md", text))
+    titles = re.findall(r"^#+ (.*)$", TEXT, re.M)
+    for title in re.findall(r'(?:README|docs/\w+\.md), "([^"]+)"', text):
+        assert any(known.startswith(title) for known in titles), title
+
+
+# Commands and flags
+
+JOINED = re.sub(r"\\\n\s*", " ", TEXT)  # a command over two lines is one
+COMMANDS = sorted(set(re.findall(
+    r"(?:python|launch|torchrun[^\n]*?|--\S+) ((?:\w+|tests/\w+)\.py)((?: [^\n#`|&]*)?)", JOINED
+)))  # fmt: skip
+PROGRAMS = "train.py evaluate.py data.py rewards.py faithfulness.py".split()
+PROGRAMS += ["tests/benchmark.py", "tests/gpu_check.py"]
+FOREIGN = set(  # flags of vllm, torchrun, accelerate and setpriv
+    "--tensor-parallel-size --port --nproc-per-node --num-machines --num-processes --machine-rank "
+    "--main-process-ip --reuid --regid --clear-groups".split()
 )
 
 
-def test_flags_named_in_the_readme_exist():
-    own = {"--" + f.name.replace("_", "-") for f in fields(Config)} | {"--resume", "--help"}
-    own |= {"--" + f.name.replace("_", "-") for f in fields(evaluate.Options)} | {*evaluate.DOORS}
-    others = "".join(SOURCES.values()) + TESTS + (ROOT / "tests/benchmark.py").read_text()
-    foreign = {"--reuid", "--regid", "--clear-groups", "--nproc-per-node", "--num-machines",
-               "--num-processes", "--machine-rank", "--main-process-ip"}  # fmt: skip
-    for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", README):
-        known = flag in own | foreign or f'"{flag}"' in others or flag.startswith("--no-")
-        assert known or flag in VLLM, flag
-
-
-VLLM = {"--tensor-parallel-size", "--port", "--max-model-len", "--limit-mm-per-prompt"}
-
-
-@pytest.mark.parametrize("file, words", sorted(set(COMMANDS)))
-def test_a_command_of_the_readme_is_understood(file, words, capsys):
-    """Its words are parsed; --help then ends it before it does anything."""
-    assert (ROOT / file).exists()
-    main = {"train.py": parse_config, "evaluate.py": evaluate.main}.get(file)
-    if main:
+@cache
+def help_of(file: str, words: str = "") -> str:
+    """What `python FILE WORDS --help` prints. The words are parsed first, and --help then ends the
+    program before it does anything."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", [file, *words.split(), "--help"])
+        patch.setattr(sys, "path", [str((ROOT / file).parent), *sys.path])
+        patch.setenv("COLUMNS", "100")
         with pytest.raises(SystemExit) as ended:
-            main([*words.split(), "--help"])
-        assert ended.value.code == 0, capsys.readouterr().err
+            runpy.run_path(file, run_name="__main__")
+    assert ended.value.code == 0, f"{file} {words}"
+    return out.getvalue()
+
+
+def flags(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+
+
+@pytest.mark.parametrize("file, words", COMMANDS)
+def test_a_command_of_the_pages_is_understood(file, words):
+    assert (ROOT / file).exists()
+    if file == "sandbox.py":  # its words are a program, or this
+        assert words.strip() in ("", "--self-test") and '"--self-test"' in SOURCES["sandbox"]
+    elif words.strip():
+        assert file in PROGRAMS
+        assert flags(words) <= flags(help_of(file, words)) | flags(help_of(file))
+
+
+def test_flags_named_in_the_pages_exist():
+    known = FOREIGN | {"--self-test"}
+    for file in PROGRAMS:
+        known |= flags(help_of(file))
+    for file, words in COMMANDS:  # a door's own flags
+        known |= flags(help_of(file, words)) if file in PROGRAMS and words.strip() else set()
+    assert flags(TEXT) <= known
+
+
+# What the README promises of itself
+
+
+def test_the_two_commands_stand_within_ten_lines_of_the_opening_sentence():
+    lines = README.splitlines()
+    opening = next(i for i, line in enumerate(lines) if line.endswith("**"))
+    shown = "\n".join(lines[opening + 1 : opening + 11])
+    assert re.search(r"^    .*pip install.* train\.py$", shown, re.M)
+    assert re.search(r"^    .*pip install.* -m pytest$", shown, re.M)
+    assert len(lines) <= 240
 
 
 def test_every_module_is_in_the_reading_order_with_its_length():
-    order = re.findall(r"^\| `(\w+)\.py` \| (\d+) \|", section("Reading order"), re.M)
-    assert [name for name, _ in order] == list(MODULES)
-    assert sorted(p.stem for p in ROOT.glob("*.py")) == sorted(MODULES)
-    for name, told in order:
+    row = r"^\| `(\w+)\.py` \| (\d+) \| (\d+)"
+    order = re.findall(row, section("Reading order"), re.M)
+    assert [name for name, _, _ in order] == NINE
+    assert sorted(p.stem for p in ROOT.glob("*.py")) == sorted(NINE)
+    for name, told, minutes in order:
         lines = len(SOURCES[name].splitlines())
         assert abs(int(told) - lines) <= 0.1 * lines, f"{name}.py has {lines} lines"
+        assert lines / 12 - 3 <= int(minutes) <= lines / 10 + 3, f"{name}.py has {lines} lines"
 
 
-@pytest.mark.parametrize("module", MODULES[:-2])
+@pytest.mark.parametrize("module", NINE[:-2])
 def test_every_module_shows_its_concept_as_a_script(module, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [f"{module}.py"])
