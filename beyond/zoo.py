@@ -11,14 +11,13 @@ Left out    served judges, which may be talked to (audit.py asks them)
 Read next   audit.py, rivals.py (the formulas behind the columns)
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from beyond.audit import table
+from tabulate import tabulate
+
+from beyond.audit import PIPE
 from beyond.rivals import RIVALS
 from data import GRID, SIZE, TEXTURES, Sample, cell_box, draw_scene, parse, search_sample
 from rewards import REWARDS, BoxJudge, Lambdas, turn_scores
@@ -29,10 +28,9 @@ from sandbox import Sandbox
 def zoo() -> dict[str, Trajectory]:
     """Name of a way to play -> its trajectory."""
     scene = draw_scene(Random(5), shortcut=1.0)
-    square, other = scene.squares[0], scene.squares[1]
+    square, other = scene.squares[:2]
     taken = {(s.row, s.column) for s in scene.squares}
-    cells = itertools.product(range(GRID), repeat=2)
-    empty = next(cell_box(*cell) for cell in cells if cell not in taken)
+    empty = next(cell_box(*c) for c in itertools.product(range(GRID), repeat=2) if c not in taken)
     sample, right = search_sample(scene, square, "zoo"), square.texture
     wrong = next(texture for texture in TEXTURES if texture != right)
     x0, y0, *_ = square.cell_box
@@ -62,15 +60,14 @@ def zoo() -> dict[str, Trajectory]:
         "raises, then the right crop": ("raise ValueError('hm')", look),
         "a forged answer, out of turns": (f"print('<answer>{right}</answer>')",) * 3,
     }
-    played = {}
-    for name, codes in shows.items():
-        thought = f"so the answer is {wrong}." if "denies" in name else "I see it."
-        answer = wrong if "misread" in name else right
-        turns = [f"<think>I look.</think><code>{code}</code>" for code in codes]
-        if "out of turns" not in name:
-            turns.append(f"<think>{thought}</think><answer>{answer}</answer>")
-        played[name] = act_out(sample, turns)
-    return played
+    act, end = "<think>I look.</think><code>{}</code>", "<think>{}</think><answer>{}</answer>"
+    others = {  # the last turn, where it is no right answer after a harmless thought
+        "the right crop, misread": [end.format("I see it.", wrong)],
+        "a guess its thought denies": [end.format(f"so the answer is {wrong}.", right)],
+        "a forged answer, out of turns": [],
+    }
+    ends = dict.fromkeys(shows, [end.format("I see it.", right)]) | others
+    return {name: act_out(sample, [*map(act.format, shows[name]), *ends[name]]) for name in shows}
 
 
 def act_out(sample: Sample, turns: list[str]) -> Trajectory:
@@ -79,8 +76,7 @@ def act_out(sample: Sample, turns: list[str]) -> Trajectory:
     with Sandbox(sample.image) as sandbox:
         for text in turns:
             code, answer = parse(text, closed=True)
-            shown = None if code is None else sandbox.run(code)
-            t.turns.append(Turn(text, code, shown, 0, 0))
+            t.turns.append(Turn(text, code, None if code is None else sandbox.run(code), 0, 0))
             if answer is not None:
                 t.answer, t.ended = answer, "answered"
     return t
@@ -90,27 +86,21 @@ def zoo_table(played: dict[str, Trajectory]) -> str:
     """What every reward pays each trajectory, in a group with seven that answer at once, four
     of them right. "!": more than an honest trajectory earns; that is one with one right crop
     if this one showed the target, else a guess. Left out: the null, which pays at random."""
-    guess = played["a guess"]
-    others = [guess] * 4 + [replace(guess, answer="no idea")] * 3
-    rewards = {name: reward for name, reward in (REWARDS | RIVALS).items() if name != "random"}
-
-    def pays(name: str, t: Trajectory) -> float:
-        return rewards[name]([t, *others], BoxJudge(), Lambdas(), Random(0))[0].total
-
-    rows = []
+    others = [played["a guess"]] * 4 + [replace(played["a guess"], answer="no idea")] * 3
+    rewards, rows = {**REWARDS, **RIVALS}, []
+    del rewards["random"]
     for case, t in played.items():
         scores = turn_scores(t, BoxJudge())
         honest = played["the right crop" if max(scores, default=0) > 0 else "a guess"]
-        row = [case, " ".join(f"{score:g}" for score in scores) or "none"]
-        for name in rewards:
-            paid = pays(name, t)
-            row.append(f"{paid:.2f}{'!' * (paid > pays(name, honest) + 1e-9)}")
-        rows.append(row)
-    head = ["what it does", "step scores", *rewards]
-    return table(head, rows)
+        rows.append([case, " ".join(f"{score:g}" for score in scores) or "none"])
+        for pay in rewards.values():
+            groups = [t, *others], [honest, *others]
+            paid, fair = (pay(g, BoxJudge(), Lambdas(), Random(0))[0].total for g in groups)
+            rows[-1].append(f"{paid:.2f}{'!' * (paid > fair + 1e-9)}")
+    return tabulate(rows, ["what it does", "turn scores", *rewards], **PIPE)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: list[str]) -> None:
     if argv:
         raise SystemExit(f"rewards.py takes no words, or --audit FILE; got {' '.join(argv)}")
     print(zoo_table(zoo()))

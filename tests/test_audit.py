@@ -1,5 +1,6 @@
 """python -m pytest tests/test_audit.py      about 12 s: judges that cannot be trusted are named"""
 
+import itertools
 import math
 import random
 import re
@@ -10,7 +11,7 @@ from PIL import Image
 
 import beyond.audit
 import evaluate
-from beyond.audit import audit, kappa, looks
+from beyond.audit import NOTHING, audit, kappa, looks
 from data import Sample, toy_questions
 from rewards import BoxJudge, Lambdas, crop, hand_made, tapo
 
@@ -39,25 +40,23 @@ def rows(text):
 
 
 def test_where_degenerate_policies_look():
-    found = looks(SAMPLE, (0, 0, 10, 20), random.Random(0))
+    found = looks(SAMPLE, random.Random(0))
     boxes = {name: seen.boxes[0] for name, seen in found.items()}
     assert boxes["whole image"] == (0, 0, 256, 256)
     assert boxes["centre crop"] == (84, 84, 172, 172)  # of the size of the target and half of it
     assert boxes["target's box"] == (76, 76, 120, 120)  # 44 x 44
     assert boxes["target, 50 % margin"] == (54, 54, 142, 142)
     assert boxes["target, 100 % margin"] == (32, 32, 164, 164)
-    assert boxes["another's target"] == (0, 0, 28, 40)  # at least 28 pixels, inside the image
     assert found["random crop"].images[0].size == (88, 88)
-    assert "another's target" not in looks(SAMPLE, SAMPLE.boxes[0], random.Random(0))
+    tiny = replace(SAMPLE, boxes=((250, 9, 256, 12),))
+    assert looks(tiny, random.Random(0))["target's box"].boxes == [(228, 0, 256, 28)]
 
 
 def test_the_box_judge_gives_the_exact_rows_and_is_usable(toy):
     text = audit(toy, BoxJudge())
     got = rows(text)
-    for name in ("whole image", "answer written on it", "orders to the judge",
-                 "collage of 9 crops", "another's target"):  # fmt: skip
+    for name in (*NOTHING, "collage of 9 crops"):
         assert got[name][2:] == ["0.00", "0.00"], name
-    assert got["no tool used"] == ["12", "0", "0.00", "0.00"]
     for name in ("target's box", "target, 50 % margin"):
         assert got[name][2:] == ["1.00", "1.00"], name
     wide = float(got["target, 100 % margin"][2])  # 120 to 144 pixels: about a half, by its focus
@@ -87,7 +86,7 @@ def test_kappa_by_hand():
 @pytest.mark.parametrize(
     "judge, why",
     [
-        (lambda r, labels: 1.0, "it scores 'whole image' 1.00, above 0.10"),
+        (lambda r, labels: 1.0, "it scores 'whole image' 1.00, not at most 0.10"),
         (
             lambda r, labels: float(bool(r.boxes[0])) * (r.boxes != ((0, 0, 256, 256),)),
             "'random crop' 1.00",
@@ -100,7 +99,7 @@ def test_kappa_by_hand():
             lambda r, labels: 1.0 if None in r.boxes else BoxJudge()(r, labels),
             "'orders to the judge' 1.00",
         ),
-        (lambda r, labels: None, "no verdict at all"),
+        (lambda r, labels: None, "'collage of 9 crops' nan"),
     ],
 )
 def test_a_judge_that_pays_for_nothing_is_called_unusable(toy, judge, why):
@@ -109,9 +108,9 @@ def test_a_judge_that_pays_for_nothing_is_called_unusable(toy, judge, why):
 
 
 def test_no_verdicts_are_counted_beside_the_others(toy):
-    deaf = random.Random(0)
-    got = rows(audit(toy, lambda *asked: None if deaf.random() < 0.5 else BoxJudge()(*asked)))
-    assert 3 <= int(got["random crop"][1]) <= 9 and got["random crop"][0] == "12"
+    deaf = itertools.cycle([True, False])  # of nine looks at 12 questions each second one
+    got = rows(audit(toy, lambda *asked: None if next(deaf) else BoxJudge()(*asked)))
+    assert got["random crop"][:2] == ["12", "6"]
 
 
 def test_tenths_of_the_steps_where_all_areas_differ(toy):
@@ -121,22 +120,6 @@ def test_tenths_of_the_steps_where_all_areas_differ(toy):
     assert [int(n) for n in parts] == [4] * 10
 
 
-def test_anothers_target_is_looked_up_at_the_same_place_of_a_picture_of_any_size():
-    large = replace(SAMPLE, id="large", boxes=((120, 100, 140, 120),))  # about 130, 110 of 256
-    small = replace(
-        SAMPLE, id="small", image=SAMPLE.image.resize((128, 128)), boxes=((4, 4, 9, 9),)
-    )
-    shown = []
-
-    def judge(request, labels):
-        shown.append((request.size[0], *filter(None, request.boxes)))
-        return 0.0
-
-    audit([hand_made(sample, GOOD, answer="checker") for sample in (large, small)], judge)
-    centres = {(w, x0 + x1, y0 + y1) for w, (x0, y0, x1, y1) in (s for s in shown if len(s) == 2)}
-    assert (128, 2 * 65, 2 * 55) in centres
-
-
 def test_an_audit_needs_boxes():
     blind = [hand_made(replace(SAMPLE, boxes=()), GOOD, answer="checker")]
     with pytest.raises(ValueError, match="search questions with boxes"):
@@ -144,9 +127,9 @@ def test_an_audit_needs_boxes():
 
 
 def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monkeypatch):
-    told = tapo(toy, BoxJudge(), Lambdas(), random.Random(0))
-    evaluate.write_trajectories(tmp_path / evaluate.EPISODES, toy, told)
-    beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), "--n", "9"])
+    told = tapo(toy[:9], BoxJudge(), Lambdas(), random.Random(0))
+    evaluate.write_trajectories(tmp_path / evaluate.EPISODES, toy[:9], told)
+    beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl")])
     assert "3 questions" in capsys.readouterr().out
     asked = []
 
@@ -155,16 +138,11 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monke
         return lambda request, labels: 1.0
 
     monkeypatch.setattr(beyond.audit, "ChatJudge", served)
-    words = f"""--audit {tmp_path / "trajectories.jsonl"} --n 3 --judge http://h/v1 --judge-model m
-                --prompt evaluation --judge-cache {tmp_path / "cache"} --visible 2""".split()
+    words = f"""--audit {tmp_path / "trajectories.jsonl"} --judge http://h/v1 --judge-model m
+                --prompt evaluation --judge-cache {tmp_path / "cache"}""".split()
     beyond.audit.main(words)
-    told = capsys.readouterr().out
-    assert "UNUSABLE" in told and rows(told)["target's box"][2:] == ["1.00", "0.00"]
+    assert "UNUSABLE" in capsys.readouterr().out
     assert asked == [("http://h/v1", "m", {"prompt": "evaluation", "cache": tmp_path / "cache"})]
     with pytest.raises(SystemExit):
         beyond.audit.main(["--audit", str(tmp_path / "missing.jsonl")])
     assert "missing.jsonl" in capsys.readouterr().err
-    for flag, value in (("--n", "-3"), ("--visible", "nan")):
-        with pytest.raises(SystemExit):
-            beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), flag, value])
-        assert f"{flag}: expected a finite number" in capsys.readouterr().err
