@@ -6,18 +6,16 @@ Concept     Seven other answers to the question of rewards.py: what should a too
             the picture shows.
 Paper       those named below: formulas and constants as their released code has them, where no
             other source is named
-In          as for every reward: a group of Trajectories, a judge, Lambdas (not used: each paper
-            has constants of its own), a random number generator (not used)
+In          as for every reward: a group of Trajectories, a judge, and, not used, Lambdas (each
+            paper has constants of its own) and a random number generator
 Out         one Reward for each trajectory, in the same order
-Left out    what is no reward: KL, division by the deviation of a group, K and masking are flags of
-            train.py. Rewards for single turns: one advantage holds for a whole trajectory here
+Left out    KL, division by a group's deviation, K and masking: no rewards, but flags of train.py.
+            Rewards for single turns: one advantage holds for a whole trajectory here
 Read next   zoo.py (what they pay for hacks)
 
 Three rules that make them comparable are ours. r_acc is 1 or 0 and r_fmt 0 or -1, as in rewards.py.
 A failure of our own sandbox is no call. "Math" is a question that needs no search.
 """
-
-from __future__ import annotations
 
 import math
 import re
@@ -30,10 +28,12 @@ from rollout import Trajectory
 from sandbox import Observation
 
 
-def calls(trajectory: Trajectory) -> list[Observation]:
-    """What each call showed, also a call that failed."""
-    shown = (turn.observation for turn in trajectory.tool_turns)
-    return [observation for observation in shown if not observation.environment]
+def parts(group: Group, judge: Judge) -> list[tuple[Trajectory, Reward, list[Observation]]]:
+    """Of each trajectory: itself, the parts that all rewards share, and what its calls showed (also
+    those that failed)."""
+    shown = [[turn.observation for turn in t.tool_turns] for t in group]
+    calls = [[seen for seen in one if not seen.environment] for one in shown]
+    return [(t, outcome(t, judge), seen) for t, seen in zip(group, calls)]
 
 
 def contradicts(trajectory: Trajectory) -> bool:
@@ -58,8 +58,7 @@ def thyme(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Rew
     thoughts contradict the answer. The paper tried terms for code and dropped them: a call
     earns nothing."""
     rewards = []
-    for t in group:
-        r = outcome(t, judge)
+    for t, r, _ in parts(group, judge):
         result = 1 if r.right else -1 if t.ended == "answered" else 0
         consistent = r.right and not contradicts(t)
         rewards.append(r.paid(result + 0.5 * consistent + 0.5 * (1 + r.format)))
@@ -70,13 +69,11 @@ def deepeyes(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[
     """DeepEyes, arXiv:2505.14362: R = 0.8 r_acc + 0.2 r_fmt + 1.2 1[right, and a tool returned an
     image]. The bonus is blind to what the image shows. Math: 1.2 r_acc + 0.4 r_fmt, no bonus."""
     rewards = []
-    for t in group:
-        r = outcome(t, judge)
-        bonus = r.right and any(shown.images for shown in calls(t))
-        total = 0.8 * r.right + 0.2 * r.format + 1.2 * bonus
-        if t.sample.kind == "neutral":
-            bonus, total = 0.0, 1.2 * r.right + 0.4 * r.format
-        rewards.append(r.paid(total, float(bonus)))
+    for t, r, calls in parts(group, judge):
+        math_question = t.sample.kind == "neutral"
+        bonus = r.right and not math_question and any(seen.images for seen in calls)
+        answer, form = (1.2, 0.4) if math_question else (0.8, 0.2)
+        rewards.append(r.paid(answer * r.right + form * r.format + 1.2 * bonus, float(bonus)))
     return rewards
 
 
@@ -87,12 +84,11 @@ def pixel_reasoner(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) ->
     RaPR, the paper's name, is the share of the group that calls a tool: while it is low, calls
     pay, for wrong answers too. n counts calls. r_acc is 0 if the last call failed and was not
     mended."""
-    rewards, calling = [], sum(bool(calls(t)) for t in group) / len(group)
-    for t in group:
-        r, shown, bonus = outcome(t, judge), calls(t), 0.0
-        if shown:
-            bonus = 0.25 * max(0.3 - calling, 0) / (2 * calling) - 0.05 * (len(shown) - 1)
-        stands = r.right and not (shown and not ran_well(shown[-1]))
+    rewards, played = [], parts(group, judge)
+    rapr = fmean(bool(calls) for *_, calls in played)
+    for _, r, calls in played:
+        bonus = 0.25 * max(0.3 - rapr, 0) / (2 * rapr) - 0.05 * (len(calls) - 1) if calls else 0.0
+        stands = r.right and all(map(ran_well, calls[-1:]))
         rewards.append(r.paid(stands + bonus, bonus))
     return rewards
 
@@ -106,23 +102,21 @@ def codedance(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list
     N_ok of N calls ran; gamma is 4, delta 0.2. Left out: credit for single turns (-0.5 for a
     failed one, discounted by 0.2); other factors for math; a clip of d that the code computes
     too late."""
-    parts = [outcome(t, judge) for t in group]
-    base = [r.right + 0.2 * r.format for r in parts]
-    d = 1 / (1 + math.exp(-8 * (0.5 - fmean(base)))) - 0.2  # 8 = 2 gamma
-    rewards = []
-    for t, r, own in zip(group, parts, base):
-        shown = calls(t)
-        ratio = sum(map(ran_well, shown)) / max(len(shown), 1)
+    rewards, played = [], parts(group, judge)
+    mean = fmean(r.right + 0.2 * r.format for _, r, _ in played)
+    d = 1 / (1 + math.exp(-8 * (0.5 - mean))) - 0.2  # 8 = 2 gamma
+    for _, r, calls in played:
+        ratio = sum(map(ran_well, calls)) / max(len(calls), 1)
         tools = (1.5 if r.right else 0.5) * d * ratio
-        rewards.append(r.paid(own + tools, tools))
+        rewards.append(r.paid(r.right + 0.2 * r.format + tools, tools))
     return rewards
 
 
 def pyvision(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """PyVision-RL, arXiv:2602.20739: R = r_acc + 1[right] 0.1 n. n counts the turns with a
     call, also with one that failed."""
-    parts = [(outcome(t, judge), len(calls(t))) for t in group]
-    return [r.paid(r.right + 0.1 * n * r.right, float(n * r.right)) for r, n in parts]
+    counts = [(r, r.right * len(calls)) for _, r, calls in parts(group, judge)]
+    return [r.paid(r.right + 0.1 * n, float(n)) for r, n in counts]
 
 
 def adatooler(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
@@ -131,13 +125,12 @@ def adatooler(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list
     dS is what tools gain on this question: accuracy with calls less accuracy without. The
     paper measures it beforehand with a 72B model. We measure it on the group; it is 0 if one
     kind is missing there."""
-    parts = [outcome(t, judge) for t in group]
-    using = [float(r.right) for t, r in zip(group, parts) if calls(t)]
-    direct = [float(r.right) for t, r in zip(group, parts) if not calls(t)]
+    rewards, played = [], parts(group, judge)
+    using = [float(r.right) for _, r, calls in played if calls]
+    direct = [float(r.right) for _, r, calls in played if not calls]
     gain = fmean(using) - fmean(direct) if using and direct else 0.0
-    rewards = []
-    for t, r in zip(group, parts):
-        n = sum(map(ran_well, calls(t)))
+    for _, r, calls in played:
+        n = sum(map(ran_well, calls))
         tools = gain * math.exp(-2 * ((n - 6) / 6) ** 2)
         rewards.append(r.paid(r.right + 0.6 * tools, tools))
     return rewards
@@ -151,25 +144,15 @@ def faitheyes(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list
     paper's judge is the policy in a second role, and withholds unhelpful images from it. Ours
     is the judge of rewards.py, and nothing is withheld."""
     rewards = []
-    for t in group:
-        r, shown = outcome(t, judge), calls(t)
-        ran = [observation for observation in shown if ran_well(observation)]
-        verdicts = [judge(*judge_input(t.sample, o)) if o.images else 1.0 for o in ran]
-        tools = None
-        if None not in verdicts:
-            tools = sum(verdict > 0 for verdict in verdicts) / max(len(shown), 1)
-        cut = t.ended in ("turns", "length")
-        own = r.right + 0.2 * r.format - 0.2 * contradicts(t) - 0.2 * cut
-        rewards.append(r.paid(own + 0.2 * (tools or 0.0), tools))
+    for t, r, calls in parts(group, judge):
+        ran = [seen for seen in calls if ran_well(seen)]
+        verdicts = [judge(*judge_input(t.sample, seen)) if seen.images else 1.0 for seen in ran]
+        silent = None in verdicts
+        tools = None if silent else sum(score > 0 for score in verdicts) / max(len(calls), 1)
+        fines = contradicts(t) + (t.ended in ("turns", "length"))
+        rewards.append(r.paid(r.right + 0.2 * (r.format - fines + (tools or 0.0)), tools))
     return rewards
 
 
-RIVALS = {
-    "thyme": thyme,
-    "deepeyes": deepeyes,
-    "pixel_reasoner": pixel_reasoner,
-    "codedance": codedance,
-    "pyvision": pyvision,
-    "adatooler": adatooler,
-    "faitheyes": faitheyes,
-}
+ALL = thyme, deepeyes, pixel_reasoner, codedance, pyvision, adatooler, faitheyes
+RIVALS = {reward.__name__: reward for reward in ALL}
