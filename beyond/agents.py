@@ -1,5 +1,5 @@
 """
-agents.py: rates of the trajectories of any agent.
+agents.py: rates of the trajectories of any agent. `python faithfulness.py FILE`
 
 Concept     To ask of an agent whether it looked in the right place, one needs its questions, its
             answers and what each of its tool calls showed; not its weights.
@@ -8,8 +8,6 @@ In          a file with one JSON object a line: evaluate.py's trajectories.jsonl
 Out         rates with intervals, correct x faithful, and the use of tools
 Left out    reading other agents' own log formats (docs/faithfulness.md has an importer as example)
 Read next   faithfulness.py (what each rate means)
-
-    python faithfulness.py TRAJECTORIES.jsonl
 
 Boxes are [x0, y0, x1, y1] in pixels of the image, and are cut at its border; paths are relative to
 the file. Each line has
@@ -22,12 +20,9 @@ the file. Each line has
     (what was said at the end), id (plays of one question share it: they are not independent)
 """
 
-from __future__ import annotations
-
-import argparse
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from PIL import Image
@@ -36,17 +31,16 @@ from data import Sample
 from evaluate import read_trajectories
 from faithfulness import DRAWS, HALF, count, cross_table, finding, listing, means, use_of
 from kit.boxes import Box, outwards
+from kit.flags import knob, parse, refusals
 from kit.tables import read_image
 from rewards import BoxJudge, ChatJudge, Judge, Reward, turn_score
 from rollout import Trajectory, Turn
 from sandbox import Observation
 
-NONE = type(None)
-LINE = {"question": str, "image": str, "answer": (str, NONE), "correct": bool, "steps": list,
-        "targets": list, "kind": str, "text": str, "id": str}  # fmt: skip
-REQUIRED = ("question", "image", "answer", "correct", "steps")
-STEP = {"box": list, "image": str, "text": str, "code": str, "error": (str, NONE),
-        "score": (int, float, NONE)}  # fmt: skip
+REQUIRED = {"question": str, "image": str, "answer": str | None, "correct": bool, "steps": list}
+LINE = REQUIRED | {"targets": list, "kind": str, "text": str, "id": str}
+STEP = {"box": list, "image": str, "text": str, "code": str}
+STEP |= {"error": str | None, "score": int | float | None}
 
 
 def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
@@ -56,10 +50,8 @@ def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, 
             if text.strip():
                 yield from_line(json.loads(text), path.parent, judge, f"line {number}")
         except (ValueError, RecursionError) as error:  # brackets nested by the thousand recurse
-            raise ValueError(
-                f"{path}, line {number}: expected a trajectory as described at the head of "
-                f"beyond/agents.py, but {error}"
-            ) from error
+            expected = "expected a trajectory as described at the head of beyond/agents.py"
+            raise ValueError(f"{path}, line {number}: {expected}, but {error}") from error
 
 
 def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajectory, Reward]:
@@ -87,45 +79,48 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
     return trajectory, Reward(float(line["correct"]), None, 0.0, tuple(scores), None)
 
 
-def check(found: object, types: dict, must: Sequence[str], what: str) -> None:
+def check(found: object, types: dict, must: Iterable[str], what: str) -> None:
     if not isinstance(found, dict):
         raise ValueError(f"{what} is {found!r:.60}, no object")
-    missing = [key for key in must if key not in found]
-    strange = [key for key in found if key not in types]
+    missing, strange = sorted({*must} - {*found}), sorted({*found} - {*types})
     if missing or strange:
         raise ValueError(f"{what} lacks {missing} and has {strange}; known are {', '.join(types)}")
     for key, value in found.items():
-        if not isinstance(value, kind := types[key]):
-            raise ValueError(f"{what}: {key} {value!r:.60}, which is of another type than {kind}")
+        if not isinstance(value, types[key]):
+            raise ValueError(f"{what}: {key} {value!r:.60}, which is of another type than expected")
 
 
 def box_in(image: Image.Image, box: object) -> Box:
     """[x0, y0, x1, y1] in whole pixels, rounded outwards and cut at the border of the image."""
-    if not isinstance(box, list) or [isinstance(v, (int, float)) for v in box] != [True] * 4:
+    if not isinstance(box, list) or [isinstance(v, int | float) for v in box] != [True] * 4:
         raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
     if all(0 <= v <= 1 for v in box) and not all(isinstance(v, int) for v in box):
         raise ValueError(f"expected pixels, got the box {box} in shares: multiply by the size")
     return outwards(*box, size=image.size)
 
 
-def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("faithfulness.py", description="Rates of trajectories.")
-    flag = parser.add_argument
-    flag("file", type=Path, help="trajectories.jsonl, or any agent's")
-    flag("--judge-url", help="of an OpenAI-compatible server that looks at unscored pictures")
-    flag("--judge-model", default="", help="its name there")
-    args = parser.parse_args(argv)
-    try:
-        url, model = args.judge_url, args.judge_model
-        pairs = read_foreign(args.file, ChatJudge(url, model, prompt="evaluation") if url else HALF)
-        with open(args.file, encoding="utf-8") as file:
-            if '"sample": {' in file.readline():  # a file of evaluate.py's
-                pairs = zip(*read_trajectories(args.file))
+@dataclass(frozen=True)
+class Options:
+    """Rates of the trajectories of evaluate.py, or of any agent."""
+
+    file: Path = knob(None, "trajectories.jsonl, or as at the head of beyond/agents.py", word=True)
+    judge_url: str = knob("", "OpenAI-compatible server that looks at pictures without a score")
+    judge_model: str = knob("", "its name there")
+
+
+def main(argv: list[str]) -> None:
+    given = parse(Options, argv)
+    with refusals(), given.file.open(encoding="utf-8") as file:
+        if '"sample": {' in file.readline():  # a file of evaluate.py's
+            pairs = zip(*read_trajectories(given.file))
+        elif given.judge_url:
+            judge = ChatJudge(given.judge_url, given.judge_model, prompt="evaluation")
+            pairs = read_foreign(given.file, judge)
+        else:
+            pairs = read_foreign(given.file)
         units = [(finding(*pair), use_of(pair[0])) for pair in pairs]
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    if not units:
-        parser.error(f"{args.file} is empty: expected at least one trajectory")
+        if not units:
+            raise ValueError(f"{given.file} is empty: expected at least one trajectory")
     counts = count((f for f, _ in units), DRAWS)
     used = means(((use, f.cluster) for f, use in units), DRAWS)
     print(listing(counts), cross_table(counts), listing(used), sep="\n\n")
