@@ -1,5 +1,5 @@
 """
-evidence.py: was the tool needed, and was its evidence used?
+evidence.py: was the tool needed, and was its evidence used? `evaluate.py --ablation`
 
 Concept     Perturbations ask whether an answer follows the picture. Two further questions: would
             the policy have answered as well without the tool, and how much does what the tool
@@ -10,12 +10,9 @@ In          trajectories, their rewards, the policy that played them
 Out         rates with intervals, printed, and kept in studies.json
 Left out    what a further thought would have made of a crop: the answer follows at once
 Read next   faithfulness.py (rates and perturbations), docs/faithfulness.md (how to read them)
-
-    python evaluate.py --model DIR --bench toy --perturb all --ablation --out runs/eval
 """
 
-from __future__ import annotations
-
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -34,24 +31,21 @@ from rewards import Judge, Lambdas, Reward, tapo
 from rollout import Rules, Trajectory, begin, encode_observation, play_on
 from sandbox import Observation
 
+Played, Paid = Sequence[Trajectory], Sequence[Reward]
 
-def agreement(
-    trajectories: Sequence[Trajectory], first: Sequence[Reward], second: Sequence[Reward]
-) -> tuple[Counter, Rate, float | None]:
+
+def agreement(played: Played, first: Paid, second: Paid) -> tuple[Counter, Rate, float | None]:
     """Two judges on the same calls. Is it a hit (a score of 1)? A table of (first, second), or of
     None where one of them had no verdict; how often they agree; Cohen's kappa, None if chance alone
     would always agree. Calls that showed no picture, or crossed a red line, were not judged."""
     table: Counter[tuple[bool, bool] | None] = Counter()
-    for t, a, b in zip(trajectories, first, second, strict=True):
+    for t, a, b in zip(played, first, second, strict=True):
         for turn, *pair in zip(t.tool_turns, a.scores, b.scores, strict=True):
             if turn.observation.images and -1.0 not in pair:
                 table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
     cells = [table[a, b] for a in (True, False) for b in (True, False)]
-    always = sum(cells) in (cells[0], cells[3])
-    return table, Rate(cells[0] + cells[3], sum(cells)), None if always else kappa(*cells)
-
-
-# Needed, and used (ours)
+    agree, above_chance = Rate(cells[0] + cells[3], sum(cells)), kappa(*cells)
+    return table, agree, None if math.isnan(above_chance) else above_chance
 
 
 def answer_now(policy: Policy, t: Trajectory, i: int) -> Trajectory:
@@ -63,46 +57,39 @@ def answer_now(policy: Policy, t: Trajectory, i: int) -> Trajectory:
     return copy
 
 
-def without_tools(
-    policy: Policy, trajectories: Sequence[Trajectory], rules: Rules
-) -> Iterator[Trajectory]:
+def without_tools(policy: Policy, played: Played, rules: Rules) -> Iterator[Trajectory]:
     """The same policy and the same first thought, but where its first code would begin it has to
     answer. Trajectories without code come back as they are."""
     refusing = SimpleNamespace(run=lambda code: Observation(error="no tools"), close=lambda: None)
     once = replace(rules, turns=1, temperature=0.0)
-    for wave in waves(policy, range(len(trajectories)), rules):
-        played = [trajectories[k] for k in wave]
-        direct = [answer_now(policy, t, 0) if t.tool_turns else t for t in played]
-        cut = [d for d, t in zip(direct, played) if d is not t]
+    for wave in waves(policy, range(len(played)), rules):
+        direct = {k: played[k] for k in wave}
+        cut = {k: answer_now(policy, t, 0) for k, t in direct.items() if t.tool_turns}
         if cut:
-            play_on(policy, cut, {id(t): refusing for t in cut}, once)
-        for t in cut:
+            play_on(policy, [*cut.values()], {id(t): refusing for t in cut.values()}, once)
+        for t in cut.values():
             answer, closed, _ = t.turns[-1].text.partition("</answer>")  # (answer_now opened it)
             t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")
-        yield from direct
+        yield from (direct | cut).values()
 
 
-def ablation(trajectories: Iterable[Trajectory], direct: Iterable[Trajectory]) -> dict[str, Rate]:
+def ablation(played: Iterable[Trajectory], direct: Iterable[Trajectory]) -> dict[str, Rate]:
     """Is the tool worth it? Search questions with tools, and without (`direct`, from
     without_tools): how many are right, and how many only one way solves."""
+    names = "with tools", "without tools", "solved only with", "solved only without"
     units = []
-    for t, d in zip(trajectories, direct, strict=True):
+    for t, d in zip(played, direct, strict=True):
         if t.sample.kind == "search":
             a, b = is_right(t), is_right(d)
-            answers = {"with tools": a, "without tools": b}
-            answers |= {"solved only with": a > b, "solved only without": a < b}
-            units.append((answers, question_of(t.sample)))
+            units.append((dict(zip(names, (a, b, a > b, a < b))), question_of(t.sample)))
     return means(units, DRAWS)
 
 
 @torch.no_grad()
-def evidence(
-    policy: Policy, trajectories: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
-    crops: int = 4, seed: int = 0,
-) -> dict[str, Rate]:  # fmt: skip
+def evidence(policy: Policy, played: Played, paid: Paid, rules: Rules, seed=0) -> dict[str, Rate]:
     """What the calls on search questions were worth: ln pi(reference answer) after the tool, less
 
-    evidence value   its mean after random crops of the same size
+    evidence value   its mean after four random crops of the same size
     decision value   what it would have been where the code began: had the policy answered there
 
     A call is used if the first exceeds 0.1, needed if the second does. The history is fixed, and
@@ -110,36 +97,30 @@ def evidence(
     showed nothing, a picture without a box, or a crop with no room for another, are not measured.
     """
     units = []
-    for t, reward in zip(trajectories, rewards, strict=True):
+    for t, reward in zip(played, paid, strict=True):
+        if t.sample.kind != "search":
+            continue
         rng = Random(f"{seed} {t.sample.id}")
         calls = [i for i, turn in enumerate(t.turns) if turn.observation]
         for i, score in zip(calls, reward.scores, strict=True):
-            if t.sample.kind != "search":
-                continue
-            seen, gain, decision = t.turns[i].observation, None, None
-            others = [perturbed("random", seen, t.sample.image, rng) for _ in range(crops)]
-            if seen.images and not any(o.environment for o in (seen, *others)):
+            seen, gain, decision, used, needed = t.turns[i].observation, *[None] * 4
+            others = [perturbed("random", seen, t.sample.image, rng) for _ in range(4)]
+            if measured := bool(seen.images) and not any(o.environment for o in (seen, *others)):
                 real, *rest, direct = answer_log_probs(policy, t, i, [seen, *others], rules)
                 gain, decision = real - fmean(rest), real - direct
-            units.append((worth(gain, decision, score), question_of(t.sample)))
+                used, needed = gain > 0.1, decision > 0.1
+            answers: Answers = {
+                "measured": measured,
+                "evidence value": gain,
+                "decision value": decision,
+                "evidence value of a hit": gain if score is not None and score >= 1 else None,
+                "evidence value of a miss": gain if score is not None and score < 1 else None,
+                "used": used,
+                "needed": needed,
+                "needed and used": needed and used,
+            }
+            units.append((answers, question_of(t.sample)))
     return means(units, DRAWS, seed)
-
-
-def worth(gain: float | None, decision: float | None, score: float | None) -> Answers:
-    """What one call answers. gain: its evidence value; both values are None if not measured."""
-    if gain is None or decision is None:
-        return dict.fromkeys(worth(0.0, 0.0, None)) | {"measured": False}
-    used, needed = gain > 0.1, decision > 0.1
-    return {
-        "measured": True,
-        "evidence value": gain,
-        "decision value": decision,
-        "evidence value of a hit": gain if (score or 0) >= 1 else None,
-        "evidence value of a miss": gain if score is not None and score < 1 else None,
-        "used": used,
-        "needed": needed,
-        "needed and used": used and needed,
-    }
 
 
 def answer_log_probs(
@@ -166,44 +147,42 @@ def answer_log_probs(
 
 
 def perturb_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
-    """Table 6 as plain text, in %. possible: of how many trajectories there was something else to
-    show."""
+    """Table 6 as plain text, in %, accuracy with its interval. possible: of how many trajectories
+    there was something else to show."""
     if not study:
         return "no tool showed a picture on any search question: there is nothing to perturb"
-
-    def cell(name: str, rate: Rate) -> str:
-        ends = rate.interval if name == "accuracy" else None
-        shares = [f"{100 * x:.1f}" for x in (rate.value, *(ends or ())) if x is not None]
-        return "{} [{}, {}]".format(*shares) if ends else "".join(shares) or "-"
-
     rows = [["", "possible", "thoughts", "actions", "answers", "accuracy", "clean"]]
     rows[0] += ["after a hit", "clean", "after a miss", "clean"]
     for source, by_name in study.items():
-        rows.append([source, *[""] * 10])
+        rows.append([source])
         for name, measures in by_name.items():
             (_, n), *others = measures.items()
-            cells = [cell(*other) for other in others]
-            rows.append([f"  {name}", f"{n.numerator:g}/{n.denominator:g}", *cells])
+            rows.append([f"  {name}", f"{n.numerator:g}/{n.denominator:g}"])
+            for measure, rate in others:
+                cell = "-" if rate.value is None else f"{rate.value:.1%}"
+                if measure == "accuracy" and rate.interval:
+                    cell += " [{:.1%}, {:.1%}]".format(*rate.interval)
+                rows[-1].append(cell.replace("%", ""))
     return plain_table(rows)
 
 
 def studies(
-    policy: Policy, episodes: Sequence[Trajectory], rewards: Sequence[Reward], rules: Rules,
+    policy: Policy, played: Played, paid: Paid, rules: Rules,
     seed: int, names: Sequence[str], ablate: bool, second: Judge | None,
 ) -> dict:  # fmt: skip
     """What `evaluate.py` prints and keeps beside the rates: the perturbations in `names`; whether
     tools were needed and used, if `ablate`; how far the judge and a `second` one agree."""
     found: dict = {}
     if second:
-        theirs = [tapo([t], second, Lambdas(), Random(0))[0] for t in episodes]
-        cells, agree, kappa = agreement(episodes, rewards, theirs)
-        found["judges"] = {"agree": agree, "kappa": kappa}
-        print(f"boxes and judge agree: {agree}, kappa {kappa}; (boxes, judge): {dict(cells)}\n")
+        theirs = [tapo([t], second, Lambdas(), Random(0))[0] for t in played]
+        cells, *agree = agreement(played, paid, theirs)
+        found["judges"] = dict(zip(("agree", "kappa"), agree))
+        print("boxes and judge agree: {}, kappa {};".format(*agree), dict(cells), end="\n\n")
     if names:
-        found["perturb"] = perturb(policy, episodes, rewards, rules, names, seed)
+        found["perturb"] = perturb(policy, played, paid, rules, names, seed)
         print(perturb_table(found["perturb"]), end="\n\n")
     if ablate:
-        found["ablation"] = ablation(episodes, without_tools(policy, episodes, rules))
-        found["evidence"] = evidence(policy, episodes, rewards, rules, seed=seed)
+        found["ablation"] = ablation(played, without_tools(policy, played, rules))
+        found["evidence"] = evidence(policy, played, paid, rules, seed)
         print(listing(found["ablation"]), "", listing(found["evidence"]), "", sep="\n")
     return found

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_perturb.py      about 15 s: perturbed pictures, and what a policy makes of them"""
+"""python -m pytest tests/test_perturb.py      about 15 s: what policies make of perturbed pictures"""
 
 import io
 import random
@@ -460,9 +460,11 @@ def test_log_probs_of_the_reference_are_those_of_a_plain_forward(policy):
 
 def test_evidence_and_decision_values_by_hand(policy, monkeypatch):
     trajectories, rewards = played(policy, deaf, [*SEARCH, *NEUTRAL])  # hit, miss, hit; no search
-    table = iter([[-1.0, -3.0, -2.0, -5.0], [-2.0, -2.0, -2.0, -2.25], [-1.0, -2.0, -2.0, -1.0625]])
+    table = iter(
+        [[-1.0, *[-3.0, -2.0] * 2, -5.0], [*[-2.0] * 5, -2.25], [-1.0, *[-2.0] * 4, -1.0625]]
+    )
     monkeypatch.setattr(beyond.evidence, "answer_log_probs", lambda *args: next(table))
-    got = evidence(policy, trajectories, rewards, GREEDY, crops=2)
+    got = evidence(policy, trajectories, rewards, GREEDY)
     assert {name: (r.numerator, r.denominator) for name, r in got.items()} == {
         "measured": (3, 3), "evidence value": (1.5 + 0 + 1, 3),
         "decision value": (4 + 0.25 + 0.0625, 3),
