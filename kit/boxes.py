@@ -30,10 +30,8 @@ def intersection(a: Box, b: Box) -> Box:
 
 
 def recall(crop: Box, target: Box) -> float:
-    """|crop ∩ target| / |target|: how much of the target is in view, from 0 to 1.
-
-    Raises ValueError for a target without a pixel.
-    """
+    """|crop ∩ target| / |target|: how much of the target is in view, from 0 to 1. Raises ValueError
+    for a target without a pixel."""
     if area(target) == 0:
         raise ValueError(f"a target is a box x0, y0, x1, y1 with x0 < x1 and y0 < y1, got {target}")
     return area(intersection(crop, target)) / area(target)
@@ -51,14 +49,11 @@ def share(box: Box, size: tuple[int, int]) -> float:
     return area(box) / (size[0] * size[1])
 
 
-def outwards(
-    x0: float, y0: float, x1: float, y1: float, size: tuple[int, int] | None = None
-) -> Box:
+def outwards(x0: float, y0: float, x1: float, y1: float, size=None) -> Box:
     """The smallest box of whole pixels that holds these corners, cut at the border of an image.
 
     size: width, height of the image; None for no border. Raises ValueError if a corner is NaN or
-    infinite, or if no pixel is left.
-    """
+    infinite, or if no pixel is left."""
     given = [x0, y0, x1, y1]
     try:
         box = math.floor(x0), math.floor(y0), math.ceil(x1), math.ceil(y1)
@@ -85,16 +80,12 @@ def beside(box: Box, size: tuple[int, int], rng: Random) -> Box | None:
     """A box as large as this one, uniformly drawn among all that do not overlap it."""
     (x0, y0, x1, y1), (w, h) = box, (box[2] - box[0], box[3] - box[1])
     right, bottom = size[0] - w, size[1] - h  # the last places of a box's upper left corner
-    first, last = max(0, x0 - w + 1), min(x1 - 1, right)
-    strips = [  # least and most x, least and most y, of that corner
-        (0, x0 - w, 0, bottom),  # left of the box
-        (x1, right, 0, bottom),  # right of it
-        (first, last, 0, y0 - h),  # above
-        (first, last, y1, bottom),  # below
-    ]
+    first, last = max(0, x0 - w + 1), min(x1 - 1, right)  # above and below the box
+    left_right = [(0, x0 - w, 0, bottom), (x1, right, 0, bottom)]
+    strips = [*left_right, (first, last, 0, y0 - h), (first, last, y1, bottom)]
     sizes = [max(0, b - a + 1) * max(0, d - c + 1) for a, b, c, d in strips]
     if not sum(sizes):
         return None
-    a, b, c, d = rng.choices(strips, sizes)[0]
+    a, b, c, d = rng.choices(strips, sizes)[0]  # least and most x, least and most y of that corner
     x, y = rng.randint(a, b), rng.randint(c, d)
     return x, y, x + w, y + h

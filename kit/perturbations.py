@@ -10,8 +10,6 @@ Left out    perturbed text: a tool's words stay as they are
 Read next   faithfulness.py (which plays on with it)
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable
 from random import Random
@@ -34,10 +32,8 @@ def check_perturbations(names: Iterable[str]) -> None:
 def instead_of(
     picture: Image.Image, name: str, box: Box | None, image: Image.Image, rng: Random
 ) -> Image.Image | None:
-    """What is shown instead of `picture`, in its size; None: there is nothing to show.
-
-    name: one of PERTURBATIONS but "empty"; box: what the picture shows of `image`.
-    """
+    """What is shown instead of `picture`, in its size; None: there is nothing to show. name: one
+    of PERTURBATIONS but "empty"; box: what the picture shows of `image`."""
     if name == "identity":  # encoded once more, as a good JPEG: what changes then is noise
         picture.convert("RGB").save(buffer := io.BytesIO(), "JPEG", quality=95, subsampling=0)
         return Image.open(buffer).convert("RGB")

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_perturb.py      about 15 s: what policies make of perturbed pictures"""
+"""python -m pytest tests/test_perturb.py      about 15 s: policies and perturbed pictures"""
 
 import io
 import random
