@@ -7,7 +7,7 @@ Paper       nothing: the page is a tool for the reader
 In          trajectories.jsonl with its pictures; a table of texts; figures as PNG files
 Out         report.html: one file that asks for no other file and for no network
 Left out    a server for all episodes: the page holds at most PAGE_LIMIT bytes of them
-Read next   page.jinja (all of the markup)
+Read next   page.html (all of the markup)
 """
 
 import base64
@@ -16,6 +16,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -39,34 +40,30 @@ class Play(NamedTuple):
 
 
 Card = Sequence[Play]  # one sample: its play in each of the runs
-Table = Sequence[Sequence[str]]  # rows of texts; the first row is the head
+Names = Sequence[str]
+Table = Sequence[Names]  # rows of texts; the first row is the head
 
 
-def report(folder: Path, table: Table, figures: Sequence[str] = (), shown: int = 50) -> Path:
-    """Write folder/report.html: the table, the figures, and at most `shown` episodes of the folder,
+def report(folder: Path, table: Table, figures: Names = ()) -> Path:
+    """Write folder/report.html: the table, the figures, and at most 50 episodes of the folder,
     evenly spread. `figures` are names of PNG files in the folder.
 
     Raises Unusable for a line of trajectories.jsonl that is no episode.
     """
     episodes = episodes_in(folder)
-    cards = [[Play("", folder, line)] for line in spread(episodes, shown)]
+    cards = [[Play("", folder, line)] for line in spread(episodes, 50)]
     return publish(folder, cards, len(episodes), table, figures)
 
 
-def report_runs(
-    folder: Path, runs: Sequence[str], table: Table, figures: Sequence[str] = ()
-) -> Path:
+def report_runs(folder: Path, runs: Names, table: Table, figures: Names = ()) -> Path:
     """Write folder/report.html: samples that all runs played, side by side. `runs` are folders. A
     run without trajectories.jsonl is only in the table. The rest is as in `report`."""
     lines = {run: found for run in runs if (found := episodes_in(Path(run)))}
-    places = {run: {} for run in lines}  # of each sample: where it was played first
-    for run, found in lines.items():
-        for place, line in enumerate(found):
-            places[run].setdefault(line["sample"]["id"], place)
-    first = next(iter(places.values()), {})
-    common = [id for id in first if all(id in found for found in places.values())]
-    cards = [
-        [Play(run.rstrip("/"), Path(run), lines[run][at[id]]) for run, at in places.items()]
+    ids = {run: [line["sample"]["id"] for line in found] for run, found in lines.items()}
+    first, *others = ids.values() or [[]]
+    common = sorted(set(first).intersection(*others), key=first.index)
+    cards = [  # of several plays of a sample, the first
+        [Play(run.rstrip("/"), Path(run), lines[run][ids[run].index(id)]) for run in lines]
         for id in spread(common, max(1, 50 // len(runs)))
     ]
     return publish(folder, cards, len(common), table, figures)
@@ -89,20 +86,15 @@ def spread(items: Sequence, most: int) -> Sequence:
     return items[:: max(1, math.ceil(len(items) / most))]
 
 
-def publish(
-    folder: Path, cards: Sequence[Card], total: int, table: Table, figures: Sequence[str]
-) -> Path:
-    """Fill page.jinja. `total` is the number of samples that the cards were picked from."""
+def publish(folder: Path, cards: Sequence[Card], total: int, table: Table, figures: Names) -> Path:
+    """Fill page.html. `total` is the number of samples that the cards were picked from."""
     turns = [turn for card in cards for play in card for turn in play.line["steps"]]
     pictures = len(cards) + sum(len(t["observation"]["images"]) for t in turns if t["observation"])
     budget = PAGE_LIMIT * 2 // 3 // max(1, pictures)  # characters; the other third is for texts
-    text = TEMPLATES.get_template("page.jinja").render(
-        cards=cards,
-        total=total,
-        table=table,
-        figures={name: picture(folder / name, 200_000) for name in figures},
-        picture=lambda path: picture(path, budget),
-        that_fit=that_fit,
+    small = partial(picture, budget=budget)
+    pngs = {name: picture(folder / name, 200_000) for name in figures}
+    text = TEMPLATES.get_template("page.html").render(
+        cards=cards, total=total, table=table, figures=pngs, picture=small, that_fit=that_fit
     )
     # A model may write half of a surrogate pair, which UTF-8 cannot hold.
     (folder / "report.html").write_text(text.lstrip(), encoding="utf-8", errors="backslashreplace")
@@ -110,7 +102,7 @@ def publish(
 
 
 def that_fit(write: Callable[[int, Card], str], cards: Sequence[Card]) -> list[str]:
-    """The first cards as HTML, as many as PAGE_LIMIT holds. `write` is a macro of page.jinja."""
+    """The first cards as HTML, as many as PAGE_LIMIT holds. `write` is a macro of page.html."""
     texts = [write(number, card) for number, card in enumerate(cards, start=1)]
     sizes = accumulate(len(text.encode(errors="backslashreplace")) for text in texts)
     return [text for text, size in zip(texts, sizes) if size <= PAGE_LIMIT]
@@ -137,15 +129,12 @@ def picture(path: Path, budget: int) -> Picture:
     return Picture(width, height, url)
 
 
-def python(code: str) -> str:
-    """Code as escaped HTML: each word in a span whose class page.jinja gives a colour to."""
-    return highlight(code, PythonLexer(), HtmlFormatter(nowrap=True))
-
-
 def sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
+# Code as escaped HTML: each word in a span whose class page.html gives a colour to.
+python = partial(highlight, lexer=PythonLexer(), formatter=HtmlFormatter(nowrap=True))
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     autoescape=True,  # whatever a model or a data set wrote is text, never markup
