@@ -11,8 +11,6 @@ Left out    streaming, tools, conversations of several turns
 Read next   rewards.py (what a judge is asked)
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -21,11 +19,9 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,18 +30,12 @@ from PIL import Image
 T = TypeVar("T")
 
 ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^/@\s:?#\[\]]+)(:\d{1,5})?(/[^@\s?#]*)?")
-LARGEST_REPLY = 1 << 20  # bytes
 # Pixels. Servers refuse a picture below one patch: 28 for Qwen2.5-VL, 32 for Qwen3-VL.
 SHORTEST_SIDE = 32
-
-# What servers say with status 400, in small letters: no such parameter; no such model or key.
-NO_PARAMETER = re.compile(r"unsupported|n.t support|not permitted|unrecogni[sz]ed|unknown")
-NO_ACCESS = re.compile(
-    r"model.{0,200}?(not|n.t)[ _](exist|found)|"
-    r"(invalid|unknown|no such|not a valid) model|api.?key"
-)
-THOUGHT_BEGINS = re.compile(r"<think(?:ing)?>|\[think\]|◁think▷", re.I)
-THOUGHT_ENDS = re.compile(r"</think(?:ing)?>|\[/think\]|◁/think▷", re.I)
+# What servers say with status 400 of a parameter that they do not know.
+NO_PARAMETER = re.compile(r"unsupported|n.t support|not permitted|unrecogni[sz]ed|unknown", re.I)
+# All up to the end of the last thought; and a thought that does not end.
+THOUGHT = re.compile(r"(?is)^.*[<[◁]/think(ing)?[>\]▷]|[<[◁]think(ing)?[>\]▷].*")
 
 
 @dataclass(eq=False)
@@ -55,13 +45,10 @@ class Chat:
     The key that a server may want is the environment's JUDGE_API_KEY. It goes into one header,
     and into no file, log or error. Proxies that the environment names are used.
 
-    Tried again: a connection that fails, a reply that is late or no chat completion, and status
-    408, 409, 425, 429 and 5xx. A pause is as long as ours or as the server asks (Retry-After),
-    whichever is longer. If `patience` ends before the pause does, the question is given up.
-    Not tried again: any other status, a reply that was cut at the limit of tokens, and one that
-    the reader refuses, because at temperature 0 the same request gives the same reply.
-    Asked in another way, which is not counted: a server that refuses max_tokens is asked with
-    max_completion_tokens; one that refuses that too, or temperature 0, is asked without.
+    A failed connection, a late reply and status 408, 409, 429 or 5xx are tried again. The client
+    pauses in between, each time longer, or as long as the server asks. No other failure is tried
+    again, because at temperature 0 the same request gives the same reply. But a server that
+    refuses the parameter temperature or max_tokens is asked without it from then on.
 
     Raises ValueError for an address or a key of the wrong form.
     """
@@ -71,9 +58,7 @@ class Chat:
     cache: Path | None = None  # folder of values: each process adds a .jsonl file of its own
     concurrency: int = 8  # most questions in work at a time; the others wait
     attempts: int = 4  # most tries of one question
-    wait: float = 1.0  # seconds of the first pause; each later one is twice the one before
-    seconds: float = 60.0  # most for one try
-    patience: float = 180.0  # seconds; most for all tries and pauses of one question
+    seconds: float = 60.0  # longest silence of the server in one try
     # Most tokens of a reply. A model that does not think stops long before, so the limit costs
     # it nothing. One that thinks may need this many; within `seconds` they are 34 a second.
     max_tokens: int = 2048
@@ -81,22 +66,18 @@ class Chat:
     def __post_init__(self) -> None:
         import openai  # here, as it takes a second that only those with a server should pay
 
-        self.key = os.environ.get("JUDGE_API_KEY", "").strip()
-        if not ADDRESS.fullmatch(self.url) or not re.fullmatch("[!-~]*", self.key):
+        key = os.environ.get("JUDGE_API_KEY", "").strip()
+        if not ADDRESS.fullmatch(self.url) or not re.fullmatch("[!-~]*", key):
             raise ValueError(
                 "the model's address should look like http://host:8000/v1, without a key in it; "
                 "that goes into the environment, as JUDGE_API_KEY, in ASCII and without spaces"
             )
         self.url = self.url.rstrip("/").removesuffix("/chat/completions")
-        hooks = {"request": [_begin], "response": [_read_whole]}
-        # None of what the environment says of another server (OPENAI_...) goes to this one.
-        names = ("OpenAI-Organization", "OpenAI-Project")
         self.client = openai.OpenAI(
             base_url=self.url,
-            api_key=self.key or "none",
-            default_headers=dict.fromkeys(names, openai.Omit()),
-            max_retries=0,  # its own tries do not know our patience
-            http_client=openai.DefaultHttpxClient(event_hooks=hooks, follow_redirects=False),
+            api_key=key or "no-key",  # never the environment's key of another server
+            max_retries=self.attempts - 1,
+            timeout=self.seconds,
         )
         self.options = {"temperature": 0, "max_tokens": self.max_tokens}
         self.seats, self.lock = threading.BoundedSemaphore(self.concurrency), threading.Lock()
@@ -127,7 +108,7 @@ class Chat:
         key = hashlib.sha256(asked).hexdigest()
         if key not in self.known:
             with self.seats:
-                value = self._persist(json.loads(asked)[1], read)
+                value = self._answer(json.loads(asked)[1], read)
             if value is None:
                 return None
             line = json.dumps({"key": key, "value": value})
@@ -139,101 +120,48 @@ class Chat:
                         file.write(f"\n{line}\n")  # the line before may have been cut short
         return self.known[key]
 
-    def _persist(self, messages: list[dict], read: Callable[[str], T]) -> T | None:
-        """Try until there is a value, or tries or time are used up."""
+    def _answer(self, messages: list[dict], read: Callable[[str], T]) -> T | None:
         import openai
 
-        options, pause, tries = self.options, self.wait, 0
-        end = time.monotonic() + self.patience
         while True:
-            after, refused = 0.0, False
+            options = self.options
             try:
-                return read(self._post(messages, options, end))
+                return read(self._post(messages, options))
             except openai.APIStatusError as error:
                 status, said = error.status_code, error.response.text
-                reason = said.lower() if status in (400, 422) else ""
-                if (simpler := simplified(options, reason)) != options:
-                    options = simpler
+                # The first that is named: others may be there as advice.
+                named = min((o for o in options if o in said), key=said.find, default=None)
+                if status in (400, 422) and named and NO_PARAMETER.search(said):
+                    self.options = {o: options[o] for o in options if o != named}
                     continue
-                refused = status < 400 or status in (401, 403, 404) or NO_ACCESS.search(reason)
-                again = status >= 500 or status in (408, 409, 425, 429)
-                after = seconds_asked_for(error.response.headers)
                 # A server that refuses a key may quote parts of it.
-                shown = "" if status in (401, 403) else said.replace(self.key or "\0", "(key)")
-                self.last_problem = f"status {status}: {shown[:150]!r}"
-            except (openai.APIConnectionError, OSError) as error:
-                cause, again = error.__cause__ or error, True
+                said = "" if status in (401, 403) else said.replace(self.client.api_key, "(key)")
+                self.last_problem = f"status {status}: {said[:150]!r}"
+                if status in (401, 403, 404) and not self.heard:
+                    raise RuntimeError(
+                        f"{self.url} answers with {self.last_problem}: check this address, the "
+                        f"model's name, {self.model}, and the key in JUDGE_API_KEY"
+                    ) from None
+            except openai.APIConnectionError as error:
+                cause = error.__cause__ or error
                 self.last_problem = f"{type(cause).__name__}: {cause}"
             except ValueError as error:
-                self.last_problem, again = str(error), "temperature" not in options
-            if refused and not self.heard:
-                raise RuntimeError(
-                    f"{self.url} answers with {self.last_problem}: check this address, the "
-                    f"model's name, {self.model}, and the key in JUDGE_API_KEY"
-                )
-            tries, pause = tries + 1, max(pause, after)
-            if not again or tries >= self.attempts or time.monotonic() + pause >= end:
-                return None
-            time.sleep(pause)
-            pause *= 2
+                self.last_problem = str(error)
+            return None
 
-    def _post(self, messages: list[dict], options: dict, end: float) -> str:
-        """Text of the reply. ConnectionError: no chat completion. ValueError: it was cut."""
-        reply = self.client.chat.completions.with_raw_response.create(
-            model=self.model,
-            messages=messages,
-            timeout=max(min(self.seconds, end - time.monotonic()), 0.01),
-            **options,
-        ).content
+    def _post(self, messages: list[dict], options: dict) -> str:
+        """Text of the reply. Raises ValueError if it is no chat completion, or was cut."""
+        post = self.client.chat.completions.with_raw_response.create
+        reply = post(model=self.model, messages=messages, **options).content
         try:
             choice = json.loads(reply)["choices"][0]
             text, why = str(choice["message"]["content"] or ""), choice.get("finish_reason")
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise ConnectionError(f"no chat completion: {reply[:80]!r}") from None
-        self.heard, self.options = True, options
+            raise ValueError(f"expected a chat completion, got {reply[:80]!r}") from None
+        self.heard = True
         if why == "length":
             raise ValueError(f"the reply was cut at max_tokens={self.max_tokens}: allow more")
         return text
-
-
-def _begin(request) -> None:
-    request.extensions["end"] = time.monotonic() + request.extensions["timeout"]["read"]
-
-
-def _read_whole(response) -> None:
-    """Read a body within the time of a try. The client's limit begins anew at each piece."""
-    import httpx2
-
-    body = b""
-    for piece in response.stream:
-        body += piece
-        if len(body) > LARGEST_REPLY or time.monotonic() > response.request.extensions["end"]:
-            raise ConnectionError(f"a reply too long or slow: {len(body)} bytes, no end yet")
-    response.stream.close()
-    response.stream = httpx2.ByteStream(body)
-
-
-def simplified(options: dict, refusal: str) -> dict:
-    """The options without the one that the server's words refuse, or with its newer name."""
-    named = re.search("|".join(options), refusal)  # the first: others may be there as advice
-    if not named or not NO_PARAMETER.search(refusal):
-        return options
-    left = {name: value for name, value in options.items() if name != named[0]}
-    if named[0] == "max_tokens":
-        left["max_completion_tokens"] = options["max_tokens"]
-    return left
-
-
-def seconds_asked_for(headers) -> float:
-    """The pause that a server asks for: milliseconds, seconds, or until a date."""
-    after = headers.get("retry-after", "")
-    with suppress(ValueError):
-        return float(headers.get("retry-after-ms", "")) / 1000
-    with suppress(ValueError):
-        return float(after)
-    with suppress(ValueError):
-        return parsedate_to_datetime(after).timestamp() - time.time()
-    return 0.0
 
 
 def json_object(text: str) -> dict:
@@ -243,7 +171,7 @@ def json_object(text: str) -> dict:
     >>> json_object('<think>{"score": 1}?</think> So: {"score": 0}')
     {'score': 0}
     """
-    said = THOUGHT_BEGINS.split(THOUGHT_ENDS.split(text)[-1])[0]
+    said = THOUGHT.sub("", text)
     decoder, found, at = json.JSONDecoder(object_pairs_hook=_fields), {}, 0
     try:
         while start := re.compile(r'\{\s*"').search(said, at):

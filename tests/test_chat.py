@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_chat.py      about 15 s: a server that fails in many ways"""
+"""python -m pytest tests/test_chat.py      about 10 s: a server that fails in many ways"""
 
 import base64
 import io
@@ -21,33 +21,16 @@ from kit.chat import Chat, json_object, picture_part, text_part
 KEY = "sk-very-secret"
 
 
-class Clock:
-    """Stands in for the module `time` of chat.py: nobody sleeps, and a server can let time pass."""
-
-    def __init__(self):
-        self.now, self.pauses = 1000.0, []
-        self.tick = 0.0  # seconds that pass with each look at the clock
-
-    def monotonic(self):
-        self.now += self.tick
-        return self.now
-
-    def time(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.pauses.append(round(seconds, 3))
-        self.now += seconds
-
-
 @pytest.fixture(autouse=True)
-def clock(monkeypatch):
+def pauses(monkeypatch):
+    """Nobody sleeps: the seconds of each pause."""
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv("JUDGE_API_KEY", KEY)
-    monkeypatch.setattr(chat, "time", clock := Clock())
-    return clock
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    return slept
 
 
 def says(text, why="stop"):
@@ -201,21 +184,25 @@ def hangs_up(handler):
     handler.connection.close()
 
 
-def endless(status, piece):
-    """A server whose reply does not end."""
-
-    def play(handler):
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(1 << 40))
-        handler.end_headers()
-        while True:
-            handler.wfile.write(piece)
-
-    return play
-
-
 AGAIN = {
     "closes the socket": hangs_up,
+    "server error": error(500, "oops"),
+    "busy": error(429, "slow down"),
+    "late": error(408, "too slow"),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_server_in_trouble_is_asked_again(name, pauses):
+    with serving(AGAIN[name]) as server:
+        got, it = ask(server, attempts=3)
+    assert got is None and it.last_problem
+    assert len(server.bodies) == 3 and len(pauses) == 2
+    with serving(AGAIN[name], says("yes")) as server:
+        assert ask(server)[0] == "YES"
+
+
+NO_COMPLETION = {
     "HTML": b"<html><body>502 Bad Gateway</body></html>",
     "empty body": b"",
     "no choices": b'{"choices": []}',
@@ -225,34 +212,28 @@ AGAIN = {
     "a list": b"[]",
     "nested": b"[" * 100_000,
     "not utf-8": b"\xff\xfe{}",
-    "server error": error(500, "oops"),
-    "busy for ever": error(429, "slow down"),
-    "too early": error(425, "not yet"),
 }
 
 
-@pytest.mark.parametrize("name", AGAIN)
-def test_a_server_in_trouble_is_asked_again(name, clock):
-    with serving(AGAIN[name]) as server:
-        got, it = ask(server, attempts=3)
-    assert got is None and it.last_problem
-    assert len(server.bodies) == 3 and clock.pauses == [1.0, 2.0]
-    with serving(AGAIN[name], says("yes")) as server:
-        assert ask(server)[0] == "YES"
+@pytest.mark.parametrize("name", NO_COMPLETION)
+def test_what_is_no_chat_completion_is_named(name):
+    with serving(NO_COMPLETION[name]) as server:
+        got, it = ask(server)
+    assert got is None and "expected a chat completion, got b" in it.last_problem
 
 
 @pytest.mark.parametrize("status", [400, 402, 405, 413, 415, 422])
-def test_what_never_gets_better_is_asked_once(status, clock):
+def test_what_never_gets_better_is_asked_once(status, pauses):
     with serving(error(status, "this request holds 9 images")) as server:
         got, it = ask(server)
-    assert got is None and len(server.bodies) == 1 and not clock.pauses
+    assert got is None and len(server.bodies) == 1 and not pauses
     assert it.last_problem.startswith(f"status {status}: ") and "9 images" in it.last_problem
 
 
-def test_a_server_that_is_not_there_is_asked_again(clock):
+def test_a_server_that_is_not_there_is_asked_again(pauses):
     it = Chat("http://127.0.0.1:9/v1", "m")
     assert it.ask("s", "u", str) is None
-    assert "ConnectError" in it.last_problem and clock.pauses == [1.0, 2.0, 4.0]
+    assert "ConnectError" in it.last_problem and len(pauses) == 3
 
 
 def test_a_server_that_never_answers_is_given_up():
@@ -261,69 +242,18 @@ def test_a_server_that_never_answers_is_given_up():
     assert got is None and "ReadTimeout" in it.last_problem and len(server.bodies) == 2
 
 
-@pytest.mark.parametrize("status", [200, 500])
-def test_a_reply_that_drips_is_heard_for_the_time_of_a_try(status, clock):
-    clock.tick = 9.0
-    with serving(endless(status, piece=b" ")) as server:
-        got, it = ask(server, attempts=1)
-    assert got is None and "too long or slow" in it.last_problem
-    assert int(it.last_problem.split()[-5]) < chat.LARGEST_REPLY
-
-
-@pytest.mark.parametrize("status", [200, 500])
-def test_a_reply_without_end_is_not_kept_in_memory(status):
-    with serving(endless(status, piece=b" " * 65536)) as server:
-        got, it = ask(server, attempts=1)
-    assert got is None and "too long or slow" in it.last_problem
-    assert int(it.last_problem.split()[-5]) < 2 * chat.LARGEST_REPLY
-
-
-def test_pauses_double_and_are_as_long_as_the_server_asks(clock):
-    busy, later = error(429, "busy"), error(429, "busy", Retry_After="10")
+def test_pauses_grow_and_are_as_long_as_the_server_asks(pauses):
+    busy, later = error(429, "busy"), error(429, "busy", Retry_After="100")
     with serving(busy, busy, later, busy) as server:
-        assert ask(server, wait=0.1, attempts=5)[0] is None
-    assert clock.pauses == [0.1, 0.2, 10.0, 20.0] and len(server.bodies) == 5
-
-
-@pytest.mark.parametrize(
-    "headers, pause",
-    [({"Retry_After": "1.5"}, 1.5), ({"retry_after_ms": "2800"}, 2.8),
-     ({"retry_after_ms": "2800", "Retry_After": "9"}, 2.8),
-     ({"retry_after_ms": "soon", "Retry_After": "9"}, 9.0),
-     ({"Retry_After": "Thu, 01 Jan 1970 00:16:46 GMT"}, 6.0),  # 1006 s by the clock that says 1000
-     ({"Retry_After": "Thu, 01 Jan 1970 00:10:00 GMT"}, 1.0),  # that was before
-     ({"Retry_After": "soon"}, 1.0), ({"Retry_After": "nan"}, 1.0), ({"Retry_After": "-5"}, 1.0),
-     ({"Retry_After": "0"}, 1.0)],
-)  # fmt: skip
-def test_every_form_of_retry_after_is_read(headers, pause, clock):
-    with serving(error(503, "busy", **headers), says("yes")) as server:
-        assert ask(server)[0] == "YES"
-    assert clock.pauses == [pause]
-
-
-@pytest.mark.parametrize("after", ["3600", "inf", "1e999", "Fri, 31 Dec 9999 23:59:59 GMT"])
-def test_a_pause_beyond_our_patience_is_not_begun(after, clock):
-    with serving(error(503, "closed", Retry_After=after)) as server:
-        assert ask(server)[0] is None
-    assert len(server.bodies) == 1 and not clock.pauses
-
-
-def test_all_tries_together_are_bounded_and_the_last_gets_what_is_left(clock):
-    def slow(handler):
-        clock.now += 50.0
-        return error(503, "busy")
-
-    with serving(slow) as server:
-        assert ask(server, attempts=99)[0] is None
-    limits = [float(headers["x-stainless-read-timeout"]) for headers in server.headers]
-    assert limits == [60.0, 60.0, 60.0, pytest.approx(180 - 3 * 50 - 1 - 2 - 4)]
+        assert ask(server, attempts=4)[0] is None
+    assert 0 < pauses[0] < pauses[1] < pauses[2] == 100 and len(server.bodies) == 4
 
 
 # A reply that is whole, but of no use
 
 
 @pytest.mark.parametrize("body", [says("perhaps"), says(""), says(None), says("1", "length")])
-def test_a_reply_of_no_use_is_not_asked_again(body, clock):
+def test_a_reply_of_no_use_is_not_asked_again(body):
     with serving(body) as server:
         it = Chat(server.url, "m")
         assert it.ask("s", "u", float) is None
@@ -335,13 +265,6 @@ def test_a_cut_reply_is_named_as_cut_and_the_limit_can_be_set():
         got, it = ask(server, max_tokens=77)
     assert got is None and "cut at max_tokens=77" in it.last_problem
     assert server.bodies[0]["max_tokens"] == 77
-
-
-def test_where_the_server_chooses_the_temperature_a_reply_of_no_use_is_asked_again():
-    refusal = error(400, "Unsupported value: 'temperature' does not support 0 with this model.")
-    with serving(refusal, says("perhaps"), says("2")) as server:
-        assert Chat(server.url, "m").ask("s", "u", float) == 2.0
-    assert len(server.bodies) == 3
 
 
 def test_an_error_of_the_reader_itself_is_not_hidden():
@@ -356,20 +279,18 @@ NEWER = "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completi
 
 @pytest.mark.parametrize(
     "refusals, left",
-    [([NEWER], {"temperature": 0, "max_completion_tokens": 2048}),
+    [([NEWER], {"temperature": 0}),
      (["temperature does not support 0 with this model"], {"max_tokens": 2048}),
      (["These models don't support parameters: ['temperature']"], {"max_tokens": 2048}),
-     (["Unrecognized argument: max_tokens; known: temperature"],
-      {"temperature": 0, "max_completion_tokens": 2048}),
-     ([NEWER, "Unsupported value: 'temperature'"], {"max_completion_tokens": 2048}),
-     ([NEWER, "max_completion_tokens: Extra inputs are not permitted"], {"temperature": 0})],
+     (["Unrecognized argument: max_tokens; known: temperature"], {"temperature": 0}),
+     ([NEWER, "Unsupported value: 'temperature'"], {})],
 )  # fmt: skip
 @pytest.mark.parametrize("status", [400, 422])
-def test_a_refused_parameter_is_left_out_from_then_on(refusals, left, status, clock):
+def test_a_refused_parameter_is_left_out_from_then_on(refusals, left, status, pauses):
     with serving(*(error(status, said) for said in refusals), says("yes")) as server:
         got, it = ask(server, attempts=1)
         assert got == "YES" and it.ask("s", "another", str.upper) == "YES"
-    assert len(server.bodies) == len(refusals) + 2 and not clock.pauses
+    assert len(server.bodies) == len(refusals) + 2 and not pauses
     for body in server.bodies[-2:]:
         assert {k: v for k, v in body.items() if k not in ("model", "messages")} == left
 
@@ -384,28 +305,21 @@ def test_a_limit_of_tokens_that_is_too_large_is_no_refused_parameter():
 
 
 def test_a_server_that_refuses_for_ever_is_not_asked_for_ever():
-    with serving(error(400, "unsupported: temperature, max_tokens, max_completion_tokens")) as s:
-        assert ask(s)[0] is None
-    assert len(s.bodies) == 4
+    with serving(error(400, "unsupported: temperature, max_tokens")) as server:
+        assert ask(server)[0] is None
+    assert len(server.bodies) == 3
 
 
 # A wrong key, address or model
 
-WRONG = [
-    (401, "no"), (403, "no"), (404, "no"), (301, "moved"), (307, "moved"),
-    (400, "The model `m` does not exist"), (400, "Invalid model name passed in model=m"),
-    (400, "m is not a valid model ID"), (400, "Model Not Exist"), (422, "model 'm' not found"),
-    (400, "Incorrect API key provided"), (400, "API key not valid. Please pass a valid API key."),
-]  # fmt: skip
 
-
-@pytest.mark.parametrize("status, said", WRONG)
-def test_a_wrong_key_address_or_model_is_told_at_once_but_not_in_the_middle(status, said):
-    with serving(error(status, said, Location="http://127.0.0.1:9/")) as server:
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_wrong_key_address_or_model_is_told_at_once_but_not_in_the_middle(status):
+    with serving(error(status, "no")) as server:
         with pytest.raises(RuntimeError, match=f"{status}.*address.*name, m, .*JUDGE_API_KEY"):
             ask(server)
         assert len(server.bodies) == 1
-    with serving(says("yes"), error(status, said)) as server:
+    with serving(says("yes"), error(status, "no")) as server:
         got, it = ask(server)
         assert (got, it.ask("s", "another", str.upper)) == ("YES", None)
         assert len(server.bodies) == 2
@@ -418,7 +332,7 @@ def test_another_complaint_at_the_start_is_no_error(said):
     assert got is None and said in it.last_problem
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 500])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 500])
 def test_a_server_that_echoes_the_key_does_not_make_us_tell_it(status, caplog):
     caplog.set_level(logging.DEBUG)
     echo = error(status, "x" * 113 + f" api key {KEY}")  # what is shown ends amid the key
@@ -456,8 +370,7 @@ def test_a_key_is_stripped_and_an_odd_one_refused_unseen(monkeypatch):
 
 def test_what_belongs_to_another_server_is_not_sent(monkeypatch):
     monkeypatch.delenv("JUDGE_API_KEY")
-    for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID"):
-        monkeypatch.setenv(f"OPENAI_{name}", "sk-of-another")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     with serving(says("yes")) as server:
         assert ask(server)[0] == "YES"
