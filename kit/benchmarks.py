@@ -25,8 +25,7 @@ from PIL import Image
 
 from kit.answers import final_answer, read_number, same_answer
 from kit.boxes import outwards
-from kit.tables import read_image
-from kit.usable import Bad
+from kit.tables import Bad, read_image
 
 
 @dataclass(frozen=True)
