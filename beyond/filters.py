@@ -211,10 +211,9 @@ def write_sieved(out: Path, samples: Usable, rows: Rows, verdicts: list[Verdict]
 
 
 def describe(where: str, policy: Policy | None, rules: Rules) -> str:
-    """Rows, sources, kinds, image sizes, lengths, and the rows that would be left out. Lengths
-    need a policy, whose image processor holds the pixel budget; not its weights."""
-    columns = list(read_rows(where)[0])
-    if "response" in columns:
+    """Rows, sources, kinds, image sizes, and the rows that would be left out; with a policy, of
+    which the weights are not needed, lengths too."""
+    if "response" in read_rows(where)[0]:
         if policy is None:
             raise ValueError("demonstrations are read by their tokens: give --model")
         usable, _ = load_thyme(policy, where, "all", rules)
@@ -240,7 +239,6 @@ def describe(where: str, policy: Policy | None, rules: Rules) -> str:
     lengths = spread(sorted(tokens)) if policy else "give --model (and --max-pixels) to see them"
     lines = [
         f"rows      {len(usable)} usable + {len(usable.skipped)} left out",
-        f"columns   {', '.join(columns)}",
         *(f"source    {source}: {n}" for source, n in count.most_common()),
         f"images    {spread([size for _, size in sorted(sizes)])}",
         f"tokens    {lengths}",

@@ -11,8 +11,6 @@ Left out    the benchmarks (benchmarks.py)
 Read next   tables.py (files and pictures), data.load_rl and sft.load_thyme (who asks for these)
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 from collections.abc import Iterable
@@ -109,11 +107,10 @@ def check_options(answer: str, options: object) -> None:
         raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
     texts = [option.strip() for option in options]
     names = [*LETTERS[: len(texts)], *map(str.upper, texts)]
-    if not answer or texts and answer.upper() not in names:
-        raise Bad("answer", f"{answer!r} is neither a letter nor a text of the options {options}")
-    if len(set(texts)) < len(texts) or texts and read_choice(answer, options) is None:
-        wanted = f"the answer {answer!r} should name one of options that all differ"
-        raise Bad("options", f"{wanted}, got {reprlib.repr(options)}")
+    unclear = len(set(texts)) < len(texts) or read_choice(answer, options) is None
+    if not answer or texts and (answer.upper() not in names or unclear):
+        what = f"{answer!r} is no letter or text of one option; all should differ: {options}"
+        raise Bad("answer", what if texts else "it is empty")
 
 
 def named(source: str, words: Iterable[str]) -> str | None:
