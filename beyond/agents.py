@@ -113,11 +113,10 @@ def main(argv: list[str]) -> None:
     with refusals(), given.file.open(encoding="utf-8") as file:
         if '"sample": {' in file.readline():  # a file of evaluate.py's
             pairs = zip(*read_trajectories(given.file))
-        elif given.judge_url:
-            judge = ChatJudge(given.judge_url, given.judge_model, prompt="evaluation")
-            pairs = read_foreign(given.file, judge)
         else:
-            pairs = read_foreign(given.file)
+            url, model = given.judge_url, given.judge_model
+            judge = ChatJudge(url, model, prompt="evaluation") if url else HALF
+            pairs = read_foreign(given.file, judge)
         units = [(finding(*pair), use_of(pair[0])) for pair in pairs]
         if not units:
             raise ValueError(f"{given.file} is empty: expected at least one trajectory")

@@ -76,8 +76,7 @@ def without_tools(policy: Policy, played: Played, rules: Rules) -> Iterator[Traj
 def ablation(played: Iterable[Trajectory], direct: Iterable[Trajectory]) -> dict[str, Rate]:
     """Is the tool worth it? Search questions with tools, and without (`direct`, from
     without_tools): how many are right, and how many only one way solves."""
-    names = "with tools", "without tools", "solved only with", "solved only without"
-    units = []
+    names, units = ("with tools", "without tools", "solved only with", "solved only without"), []
     for t, d in zip(played, direct, strict=True):
         if t.sample.kind == "search":
             a, b = is_right(t), is_right(d)

@@ -138,11 +138,10 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monke
         return lambda request, labels: 1.0
 
     monkeypatch.setattr(beyond.audit, "ChatJudge", served)
-    words = f"""--audit {tmp_path / "trajectories.jsonl"} --judge http://h/v1 --judge-model m
-                --prompt evaluation --judge-cache {tmp_path / "cache"}""".split()
-    beyond.audit.main(words)
+    words = "--judge http://h/v1 --judge-model m --prompt evaluation".split()
+    beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), *words])
     assert "UNUSABLE" in capsys.readouterr().out
-    assert asked == [("http://h/v1", "m", {"prompt": "evaluation", "cache": tmp_path / "cache"})]
+    assert asked == [("http://h/v1", "m", {"prompt": "evaluation"})]
     with pytest.raises(SystemExit):
         beyond.audit.main(["--audit", str(tmp_path / "missing.jsonl")])
     assert "missing.jsonl" in capsys.readouterr().err
