@@ -12,10 +12,13 @@ Left out    a lower cut of difficulty, and a vote of the majority: the paper doe
 Read next   data.load_rl (which rows can be used), rewards.ChatJudge (who checks labels)
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 import random
+import re
 from collections import Counter, namedtuple
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,15 +37,14 @@ from kit.flags import knob, parse, refusals
 from kit.processes import actor_of
 from kit.qwen import Policy
 from kit.schemas import KINDS, cell_of, named
-from kit.tables import Rows, Usable, image_bytes, read_rows
-from rewards import ChatJudge, Lambdas, Reward, score
+from kit.tables import Rows, image_bytes, read_rows
+from kit.usable import Usable
+from rewards import ChatJudge, Lambdas, score
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sft import load_thyme
 
 EXTERNAL = "okvqa"  # by commas: sources that need knowledge no image holds (the paper names one)
 VERDICTS = ("keep", "drop", "unsure")
-Verdict = namedtuple("Verdict", ("verdict", "reason"))  # one of VERDICTS, or "no verdict"; why
-UNASKED = Verdict("no verdict", "not asked yet, or no answer came: run the same command again")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ class Options:
     allow_weak_sandbox: bool = knob(False, "play on a system that cannot confine")
 
 
+# The three filters
+
+Verdict = namedtuple("Verdict", ("word", "reason"))  # word: one of VERDICTS, or "no verdict"
+UNASKED = Verdict("no verdict", "not asked yet, or no answer came: run the same command again")
+
+
 def by_source(rows: Rows, keys: Sequence[int], external: str = EXTERNAL) -> list[Verdict]:
     """Drop sources of external knowledge. keys: the numbers of the rows to look at."""
     sources, words = [str(cell_of(rows[k], "source") or "") for k in keys], external.split(",")
@@ -86,21 +94,26 @@ and answer the question by yourself; then compare with the label.
 Reply with one JSON object, nothing else: {"reason": "<one sentence>", "label": "<verdict>"}"""
 
 
-def by_label(samples: Sequence[Sample], judge: ChatJudge, record: Path) -> list[Verdict]:
-    """Is the label right? A person settles what the judge left "unsure": edit the word in the
-    record, and run the filter again."""
-
-    def check(sample: Sample) -> tuple[str, str] | None:
+class LabelJudge(ChatJudge):
+    def check_label(self, sample: Sample) -> tuple[str, str] | None:
+        """(one of VERDICTS, why): is the label of a question right? None: no verdict."""
         options = "".join(f"\n{letter}. {o}" for letter, o in zip(LETTERS, sample.options))
         words = f"Question: {sample.question}{options}\nLabel: {sample.answer}"
         content = [picture_part(sample.image), text_part(words)]
-        return judge.verdict(LABEL, content, "label", VERDICTS)
+        return self.verdict(LABEL, content, "label", VERDICTS)
 
-    def ask(batch: list[Sample]) -> list[tuple[str, str] | None]:
+
+def by_label(samples: Sequence[Sample], judge: LabelJudge, record: Path) -> list[Verdict]:
+    """Is the label right? A person settles what the judge left "unsure": edit the word in the
+    record, and run the filter again."""
+
+    def ask(batch: list[Sample]) -> list[dict | None]:
         with ThreadPoolExecutor(judge.concurrency) as pool:
-            return [*pool.map(check, batch)]
+            answers = pool.map(judge.check_label, batch)
+            return [answer and dict(zip(("verdict", "reason"), answer)) for answer in answers]
 
-    return asked_once(samples, ask, {"judge": judge.model}, record, 8 * judge.concurrency)
+    lines = asked_once(samples, ask, {"judge": judge.model}, record, 8 * judge.concurrency)
+    return [Verdict(line["verdict"], line["reason"]) if line else UNASKED for line in lines]
 
 
 def by_difficulty(
@@ -109,66 +122,74 @@ def by_difficulty(
     """Drop what the model answers right in more than max_accuracy of n tries: with the paper's 8
     and 0.9, 8 of 8. What it never answers right stays. A ChatJudge decides about open answers;
     without one, texts are compared."""
+    n = options.samples
 
-    def ask(batch: list[Sample]) -> list[tuple[str, str] | None]:
+    def ask(batch: list[Sample]) -> list[dict | None]:
         torch.manual_seed(0)  # play draws from it and the sample's id: batches do not matter
-        groups = play(policy, batch, options.samples, rules)
-        return [*map(verdict, score(groups, "accuracy", judge, Lambdas(), random.Random(0)))]
+        groups = play(policy, batch, n, rules)
+        graded = score(groups, "accuracy", judge, Lambdas(), random.Random(0))
+        answers = [[reward.answer for reward in group] for group in graded]
+        return [None if None in group else {"right": int(sum(group))} for group in answers]
 
-    def verdict(group: list[Reward]) -> tuple[str, str] | None:
-        answers = [reward.answer for reward in group]
-        if None in answers:  # the judge failed
-            return None
-        often = sum(answers) / len(answers) > options.max_accuracy
-        return "drop" if often else "keep", f"{sum(answers):.0f} of {len(answers)} right"
+    def verdict(right: int) -> Verdict:
+        often = right / n > options.max_accuracy
+        return Verdict("drop" if often else "keep", f"{right} of {n} right")
 
-    decisive = "model samples max_accuracy turns max_pixels max_new_tokens judge_model".split()
+    decisive = ("model", "samples", "turns", "max_pixels", "max_new_tokens", "judge_model")
     setting = {name: getattr(options, name) for name in decisive}
-    return asked_once(samples, ask, setting, options.out.with_suffix(".jsonl"), options.batch)
+    lines = asked_once(samples, ask, setting, options.out.with_suffix(".jsonl"), options.batch)
+    return [verdict(line["right"]) if line else UNASKED for line in lines]
+
+
+Ask = Callable[[list[Sample]], list[dict | None]]
 
 
 def asked_once(
-    samples: Sequence[Sample], ask: Callable, setting: dict, record: Path, batch: int
-) -> list[Verdict]:
-    """What `ask` says of each sample of a list: (word, reason), or None. An answer becomes a line
-    of `record` at once, and under an equal setting the question is not asked again: neither after a
-    crash, nor by another run. Of several processes each asks about its own part, and writes a
-    record of its own; whoever comes later reads them all."""
+    samples: Sequence[Sample], ask: Ask, setting: dict, record: Path, batch: int
+) -> list[dict | None]:
+    """What `ask` finds of each sample, or None. A finding becomes a line of `record` at once, and
+    is not asked for again: neither after a crash, nor by another run. Of several processes each
+    asks about its own part, and writes a record of its own; whoever comes later reads them all."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     mine = record.with_suffix(f".{rank}.jsonl") if world > 1 else record
     mine.parent.mkdir(parents=True, exist_ok=True)
-    known: dict[str, Verdict] = {}
-    for part in (record, *record.parent.glob(record.stem + ".*.jsonl")):
-        known |= read_record(part)
+    known: dict[str, dict] = {}
+    for part in {mine, record, *record.parent.glob(record.stem + ".*.jsonl")}:
+        known |= read_record(part, setting)
     share, keys = samples[rank::world], []
-    with open(mine, "ab") as file:
+    with open(mine, "ab") as file, tqdm(total=len(share), desc=mine.stem, mininterval=5) as bar:
         file.truncate(len(whole_lines(mine)))  # a line that a crash cut short
-        for start in tqdm(range(0, len(share), batch), mine.stem, mininterval=5):
-            some = [(fingerprint(s, setting), s) for s in share[start : start + batch]]
+        for start in range(0, len(share), batch):
+            some = [(fingerprint(sample), sample) for sample in share[start : start + batch]]
             todo = {key: sample for key, sample in some if key not in known}
-            for (key, s), answer in zip(todo.items(), ask([*todo.values()]) if todo else []):
-                if answer is not None:
-                    known[key] = Verdict(*answer)
-                    line = {"id": s.id, "question": s.question, "answer": s.answer}
-                    line |= known[key]._asdict() | {"key": key}
-                    file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            for (key, s), finding in zip(todo.items(), ask([*todo.values()]) if todo else []):
+                if finding is not None:
+                    line = {"id": s.id, "question": s.question, "answer": s.answer} | finding
+                    known[key] = line | {"setting": setting, "key": key}
+                    file.write(json.dumps(known[key], ensure_ascii=False).encode() + b"\n")
             file.flush()
             keys += [key for key, _ in some]
-    return [known.get(key, UNASKED) for key in keys]
+            bar.update(len(some))
+    return [known.get(key) for key in keys]
 
 
-def read_record(file: Path) -> dict[str, Verdict]:
-    """Its verdicts by key. People edit it, so a slip is named, and nothing is guessed."""
-    known: dict[str, Verdict] = {}
+def read_record(file: Path, setting: dict) -> dict[str, dict]:
+    """Its findings by key. People edit it, so a slip is named, and nothing is guessed."""
+    known: dict[str, dict] = {}
     for number, text in enumerate(whole_lines(file).splitlines(), start=1):
         try:
             line = json.loads(text)
-            known[line["key"]] = Verdict(line["verdict"], line["reason"])
-            if line["verdict"] not in VERDICTS:
-                raise ValueError(f"a verdict is one of {VERDICTS}, not {line['verdict']!r}")
+            key, made = line["key"], line["setting"]
+            if "right" not in line and line.get("verdict") not in VERDICTS:  # right: difficulty's
+                words = ", ".join(VERDICTS)
+                raise ValueError(f"expected a verdict of {words}, got {line.get('verdict')!r}")
         except (ValueError, LookupError, TypeError) as error:
             mend = "correct the line, or delete it; or give another --out"
             raise ValueError(f"{file}, line {number} is no finding ({error}): {mend}") from error
+        if made != setting:
+            mend = "give another --out, or delete the file"
+            raise ValueError(f"{file} was made with {made}, and this is {setting}: {mend}")
+        known[key] = line
     return known
 
 
@@ -177,72 +198,99 @@ def whole_lines(file: Path) -> bytes:
     return written[: written.rfind(b"\n") + 1]
 
 
-def fingerprint(sample: Sample, setting: dict) -> str:
-    asked = repr((setting, sample.question, sample.options, sample.answer, sample.image.size))
+def fingerprint(sample: Sample) -> str:
+    asked = repr((sample.question, sample.options, sample.answer, sample.image.size))
     return hashlib.sha256(asked.encode() + sample.image.tobytes()).hexdigest()[:32]
 
 
-def write_sieved(out: Path, samples: Usable, rows: Rows, verdicts: list[Verdict]) -> None:
+def write_sieved(out: Path, samples: Usable, rows: Rows, verdicts: list[Verdict]) -> Counter:
     """What to keep as `out`, a parquet file that load_rl reads, with the images' own bytes; and
     beside it, as .txt, a list for people of all that was not kept, and why."""
-    columns = dict.fromkeys(("id", "question", "answer", "kind", "source"), pa.string())
-    columns |= {"options": pa.list_(pa.string()), "boxes": pa.list_(pa.list_(pa.int64()))}
-    columns["image"] = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    schema = pa.schema(columns)
+    texts = {name: pa.string() for name in ("id", "question", "answer", "kind", "data_source")}
+    lists = {"options": pa.list_(pa.string()), "boxes": pa.list_(pa.list_(pa.int64()))}
+    image = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()})}
+    schema = pa.schema(texts | lists | image)
 
     def line(k: int) -> dict:  # of the fields of a Sample, the schema takes what it knows
         encoded = image_bytes(cell_of(rows[samples.keys[k]], "image"), rows.folder)
-        return vars(samples[k]) | {"image": {"bytes": encoded}}
+        fields = vars(samples[k])
+        return fields | {"image": {"bytes": encoded}, "data_source": fields["source"]}
 
-    kept = [k for k, verdict in enumerate(verdicts) if verdict.verdict == "keep"]
+    places: dict[str, list[int]] = {"keep": []}
+    for k, verdict in enumerate(verdicts):
+        places.setdefault(verdict.word, []).append(k)
+    kept = places.pop("keep")
     out.parent.mkdir(parents=True, exist_ok=True)
     with pq.ParquetWriter(part := out.with_suffix(".part"), schema) as writer:
         for start in range(0, len(kept), 50):  # few pictures are in memory at a time
             lines = [line(k) for k in kept[start : start + 50]]
             writer.write_table(pa.Table.from_pylist(lines, schema))
     os.replace(part, out)
-    with open(out.with_suffix(".txt"), "w") as file:
-        for k, (word, reason) in enumerate(verdicts):
-            if word != "keep":
-                s = samples[k]
-                file.write(f"{word}  {s.id}  {reason}\n    {s.question!r}  answer: {s.answer!r}\n")
-        for bad in samples.skipped:
-            file.write(f"unusable  row {bad.row}, {bad.field}: {bad.reason}\n")
+    text = f"keep: {len(kept)}\n"
+    for word, others in places.items():
+        text += f"\n{word}: {len(others)}\n\n"
+        for s, verdict in ((samples[k], verdicts[k]) for k in others):
+            text += f"{s.id}  {verdict.reason}\n    {s.question!r}  answer: {s.answer!r}\n"
+    text += f"\nunusable: {len(samples.skipped)}\n\n"
+    text += "".join(f"row {bad.row}, {bad.field}: {bad.reason}\n" for bad in samples.skipped)
+    out.with_suffix(".txt").write_text(text)
+    return Counter(verdict.word for verdict in verdicts)
+
+
+def check_out(out: Path, where: str) -> None:
+    """A filter must not write over what it reads."""
+    if out.suffix != ".parquet" or out.is_dir():
+        raise ValueError(f"--out {out}: expected the name of a file that ends in .parquet")
+    source = Path(where if Path(where).exists() else where.rsplit(":", 1)[0]).resolve()
+    for file in (out, out.with_suffix(".jsonl"), out.with_suffix(".txt")):
+        if file.resolve().is_relative_to(source):
+            raise ValueError(f"give another --out: {file} would lie over or in the input {where}")
 
 
 def describe(where: str, policy: Policy | None, rules: Rules) -> str:
-    """Rows, sources, kinds, image sizes, and the rows that would be left out; with a policy, of
-    which the weights are not needed, lengths too."""
-    if "response" in read_rows(where)[0]:
+    """Rows, sources, kinds, answers, image sizes, lengths, and the rows that would be left out.
+    Lengths need a policy, whose image processor holds the pixel budget; not its weights."""
+    columns = list(read_rows(where)[0])
+    if "response" in columns:
         if policy is None:
             raise ValueError("demonstrations are read by their tokens: give --model")
         usable, _ = load_thyme(policy, where, "all", rules)
         played = (usable.make(k, pixels=False) for k in usable.keys)
-        items = ((t.sample, len(t.ids), f"{len(t.turns) - 1} programs") for t in played)
+        items = ((t.sample, len(t.ids), f"{len(t.turns) - 1} in a row") for t in played)
     else:
         usable = load(where, policy, rules)
         items = ((s, len(encode_prompt(policy, s, False).ids) if policy else 0, "") for s in usable)
 
-    count: Counter[str] = Counter()
+    forms = {r"\(?[A-Z]\)?": "a letter", r"[-+]?[\d.,]+%?": "a number", r"[\s\S]*": "a text"}
+    count: dict[str, Counter] = {"source": Counter(), "answers": Counter(), "programs": Counter()}
     tokens, sizes = list[int](), list[tuple[int, str]]()
     for sample, length, programs in tqdm(items, where, len(usable), mininterval=5, leave=False):
         width, height = sample.image.size
         sizes.append((width * height, f"{width}x{height}"))
         tokens.append(length)
-        how = programs or sample.kind + ", assumed" * (named(sample.source, KINDS) is None)
-        count[f"{sample.source or 'not named'} ({how})"] += 1
+        words = "" if named(sample.source, KINDS) or programs else ", assumed"
+        words += ", external knowledge" if named(sample.source, EXTERNAL.split(",")) else ""
+        count["source"][f"{sample.source or 'not named'} ({sample.kind}{words})"] += 1
+        count["answers"][next(w for p, w in forms.items() if re.fullmatch(p, sample.answer))] += 1
+        count["programs"].update([programs] if programs else [])
 
     def spread(values: list) -> str:
         at = {"least": 0, "middle": len(values) // 2, "95 %": len(values) * 95 // 100, "most": -1}
         return ", ".join(f"{word} {values[i]}" for word, i in at.items()) if values else "none"
 
-    lengths = spread(sorted(tokens)) if policy else "give --model (and --max-pixels) to see them"
+    bad, lengths = usable.skipped, "give --model (and --max-pixels) to see lengths"
+    if policy:
+        budget = policy.image_processor.size["longest_edge"]
+        lengths = f"{spread(sorted(tokens))}; an image has at most {budget} pixels"
+    reasons = Counter(f"{x.field}: {x.reason}" for x in bad).most_common(5)
     lines = [
-        f"rows      {len(usable)} usable + {len(usable.skipped)} left out",
-        *(f"source    {source}: {n}" for source, n in count.most_common()),
-        f"images    {spread([size for _, size in sorted(sizes)])}",
+        f"rows      {len(usable)} usable + {len(bad)} left out",
+        f"columns   {', '.join(columns)}",
+        *(f"{name:<9} {word}: {n}" for name in count for word, n in count[name].most_common()),
+        f"images    {spread([name for _, name in sorted(sizes)])}",
         f"tokens    {lengths}",
-        *(f"left out  row {x.row}, {x.field}: {x.reason}" for x in usable.skipped[:20]),
+        *(f"left out  row {x.row}, {x.field}: {x.reason}" for x in bad[:20]),
+        *(f"          and {n} rows in all for {why}" for why, n in reasons if n > 1),
     ]
     return "\n".join(lines)
 
@@ -257,6 +305,9 @@ def load(where: str, policy: Policy | None, rules: Rules) -> Usable:
     return load_rl(where, "skip", policy and fits, key)
 
 
+# The command line
+
+
 def main(argv: list[str]) -> None:
     options = parse(Options, argv)
     with refusals():
@@ -267,18 +318,14 @@ def run(options: Options) -> str:
     commands = options.describe, options.drop_sources, options.check_labels, options.difficulty
     given, plays = [where for where in commands if where is not None], bool(options.difficulty)
     if len(given) != 1 or not (where := given[0]):
-        flags = "--describe, --drop-sources, --check-labels and --difficulty"
-        raise ValueError(f"expected one of {flags}, with a WHERE")
+        what = "one of --describe, --drop-sources, --check-labels and --difficulty, with a WHERE"
+        raise ValueError(f"expected {what}: a file, a folder or a hub name")
     if options.check_labels and not (options.judge_url and options.judge_model):
         raise ValueError("--check-labels needs --judge-url and --judge-model")
     if plays and not options.model:
         raise ValueError("--difficulty needs --model")
-    out = options.out
-    source = Path(where if Path(where).exists() else where.rsplit(":", 1)[0]).resolve()
-    written = [out.with_suffix(end) for end in (".parquet", ".jsonl", ".txt")]
-    inside = any(file.resolve().is_relative_to(source) for file in written)
-    if not options.describe and (inside or out != written[0]):
-        raise ValueError(f"--out {out}: expected NAME.parquet, outside of the input, {where}")
+    if not options.describe:
+        check_out(options.out, where)
     names = ("turns", "max_length", "max_new_tokens", "allow_weak_sandbox")
     rules, policy = Rules(**{name: getattr(options, name) for name in names}), None
     if options.model:
@@ -287,17 +334,16 @@ def run(options: Options) -> str:
         policy = actor_of(policy) if plays else policy  # on a GPU it plays in bf16
     if options.describe:
         return describe(where, policy, rules)
-    judge = ChatJudge(options.judge_url, options.judge_model) if options.judge_url else None
+    judge = LabelJudge(options.judge_url, options.judge_model) if options.judge_url else None
     samples, rows = load(where, policy if plays else None, rules), read_rows(where)
     if options.drop_sources:
         verdicts = by_source(rows, samples.keys, options.external)
     elif options.check_labels:
-        verdicts = by_label(samples, judge, out.with_suffix(".jsonl"))
+        verdicts = by_label(samples, judge, options.out.with_suffix(".jsonl"))
     else:
         verdicts = by_difficulty(samples, policy, rules, options, judge)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        return f"one part is done: run the same command once more, alone, to write {out}"
-    write_sieved(out, samples, rows, verdicts)
-    counts = Counter(verdict.verdict for verdict in verdicts)
+        return f"one part is done: run the same command once more, alone, to write {options.out}"
+    counts = write_sieved(options.out, samples, rows, verdicts)
     found = ", ".join(f"{word} {n}" for word, n in counts.most_common())
-    return f"{len(rows)} rows: {found}, unusable {len(samples.skipped)}; see {out} and .txt"
+    return f"{len(rows)} rows: {found}, unusable {len(samples.skipped)}; see {options.out} and .txt"

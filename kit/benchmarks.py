@@ -25,7 +25,8 @@ from PIL import Image
 
 from kit.answers import final_answer, read_number, same_answer
 from kit.boxes import outwards
-from kit.tables import Bad, read_image
+from kit.tables import read_image
+from kit.usable import Bad
 
 
 @dataclass(frozen=True)

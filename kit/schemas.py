@@ -22,7 +22,8 @@ from PIL import Image
 
 from kit.answers import read_choice
 from kit.boxes import outwards
-from kit.tables import Bad, read_image
+from kit.tables import read_image
+from kit.usable import Bad
 
 # Where a set keeps what a question needs; the first column that holds something counts. The form
 # of the RL library verl (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), our own.

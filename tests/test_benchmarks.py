@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from kit.benchmarks import BENCHES, picture, published
-from kit.tables import Bad
+from kit.usable import Bad
 
 
 def encoded(color="red", size=(40, 30)):

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 import beyond.filters
 from beyond.filters import Options
 from data import load_rl
-from kit.chat import picture_part
 from kit.tables import Lazy, read_rows
-from rewards import ChatJudge, Reward
 from rollout import Trajectory
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -35,26 +33,22 @@ def parquet(path: Path, rows: list[dict]) -> Path:
 
 
 class FakeJudge:
-    """Says what it is told about each label, and counts how often it is asked."""
+    """Says what it is told about each answer, and counts how often it is asked."""
 
     concurrency, model = 2, "fake"
 
-    def __init__(self, said: dict, samples) -> None:
+    def __init__(self, said: dict) -> None:
         self.said, self.asked = said, []
-        self.ids = {str(picture_part(s.image)) + s.question: s.id for s in samples}
 
-    def verdict(self, system, content, field, values):
-        picture, words = content
-        question = words["text"].removeprefix("Question: ").split("\nLabel: ")[0]
-        id = self.ids[str(picture) + question]
-        self.asked.append(id)
-        return self.said.get(id, ("keep", "right"))
+    def check_label(self, sample):
+        self.asked.append(sample.id)
+        return self.said.get(sample.id, ("keep", "right"))
 
 
 def test_sources_of_external_knowledge_are_dropped():
     sources = ["vstar", "OK-VQA", "A-OKVQA/train", "", None]
     rows = [{"data_source": s} for s in sources]
-    words = [v.verdict for v in beyond.filters.by_source(rows, range(5))]
+    words = [v.word for v in beyond.filters.by_source(rows, range(5))]
     assert words == ["keep", "drop", "drop", "keep", "keep"]
     assert beyond.filters.by_source(rows, [0], "vstar,chart")[0].reason == "source vstar"
 
@@ -63,54 +57,54 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
     samples_of, record = load_rl(RL), tmp_path / "labels.jsonl"
     told = {"chart-1": ("drop", "it says STOP"), "vstar-3": ("unsure", "blurred"), "chart-4": None}
     samples = Lazy(lambda k: samples_of[k % 9], range(10))  # one of them stands there twice
-    judge = FakeJudge(told, samples_of)
+    judge = FakeJudge(told)
     words = {s.id: v for s, v in zip(samples, beyond.filters.by_label(samples, judge, record))}
     assert words["vstar-0"] == beyond.filters.Verdict("keep", "right")
     assert words["chart-1"] == beyond.filters.Verdict("drop", "it says STOP")
-    assert words["vstar-3"].verdict == "unsure" and words["chart-4"].verdict == "no verdict"
+    assert words["vstar-3"].word == "unsure" and words["chart-4"].word == "no verdict"
     assert sorted(judge.asked) == sorted(s.id for s in samples_of)
 
     # A person settles the doubt; what is known is not asked again, what got no verdict is.
     record.write_text(record.read_text().replace('"unsure"', '"keep"'))
-    again = FakeJudge({}, samples_of)
-    assert [v.verdict for v in beyond.filters.by_label(samples, again, record)].count("keep") == 9
+    again = FakeJudge({})
+    assert [v.word for v in beyond.filters.by_label(samples, again, record)].count("keep") == 9
     assert again.asked == ["chart-4"]
 
 
 @pytest.mark.parametrize("was, now, said", [
-    ('"unsure"', '"Keep"', "line 2 .* one of .*keep.* not 'Keep'"),
-    ('"verdict": "unsure", ', "", "line 2 is no finding .'verdict'"),
+    ('"unsure"', '"Keep"', "line 2 .* a verdict of keep, drop, unsure, got 'Keep'"),
+    ('"verdict": "unsure", ', "", "line 2 .* a verdict of keep, drop, unsure, got None"),
     ('"unsure"', '"keep', "line 2 is no finding .*: correct the line"),
 ])  # fmt: skip
 def test_a_slip_in_an_edited_record_is_named(tmp_path, was, now, said):
     samples, record = load_rl(RL), tmp_path / "labels.jsonl"
-    judge = FakeJudge({samples[1].id: ("unsure", "blurred")}, samples)
+    judge = FakeJudge({samples[1].id: ("unsure", "blurred")})
     beyond.filters.by_label(samples, judge, record)
     record.write_text(record.read_text().replace(was, now))
     with pytest.raises(ValueError, match=f"labels.jsonl, {said}"):
         beyond.filters.by_label(samples, judge, record)
 
 
-def test_a_served_model_is_shown_the_image_the_options_and_the_label(tmp_path, monkeypatch):
+def test_a_served_model_is_shown_the_image_the_options_and_the_label(monkeypatch):
     asked = []
 
     def ask(self, system, content, read):
         asked.append((system, content))
         return read('{"reason": "it is red", "label": "drop"}')
 
-    monkeypatch.setattr(ChatJudge, "ask", ask)
-    judge = ChatJudge("http://127.0.0.1:9/v1", "name")
+    monkeypatch.setattr(beyond.filters.LabelJudge, "ask", ask)
+    judge = beyond.filters.LabelJudge("http://127.0.0.1:9/v1", "name")
     sample = replace(load_rl(RL)[0], question="Which ?", options=("red", "blue"), answer="A")
-    record = tmp_path / "labels.jsonl"
-    assert beyond.filters.by_label([sample], judge, record) == [("drop", "it is red")]
+    assert tuple(judge.check_label(sample)) == ("drop", "it is red")
     ((system, (picture, words)),) = asked
     assert "check the label" in system and picture["type"] == "image_url"
     assert words["text"] == "Question: Which ?\nA. red\nB. blue\nLabel: A"
+    assert judge.model == "name" and judge.concurrency > 0
 
 
 def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
     samples, record, asked = load_rl(RL), tmp_path / "labels.jsonl", []
-    ask = lambda some: [asked.append(s.id) or ("keep", s.id) for s in some]  # noqa: E731
+    ask = lambda some: [asked.append(s.id) or {"right": s.id} for s in some]  # noqa: E731
     whole = beyond.filters.asked_once(samples, ask, {}, record, batch=2)
     written = record.read_bytes()
     for cut in (0, 1, len(written) // 2, len(written) - 1):
@@ -129,31 +123,27 @@ def test_what_is_asked_is_told_apart_by_all_that_matters():
         {"options": ("x",)},
         {"image": picture(1)[0]},
     )
-    key = beyond.filters.fingerprint
-    assert len({key(replace(SAMPLE, **change), {}) for change in changes}) == 5
-    assert key(replace(SAMPLE, id="x"), {}) == key(SAMPLE, {}) != key(SAMPLE, {"n": 4})
+    assert len({beyond.filters.fingerprint(replace(SAMPLE, **change)) for change in changes}) == 5
+    assert beyond.filters.fingerprint(replace(SAMPLE, id="x")) == beyond.filters.fingerprint(SAMPLE)
 
 
-def test_what_another_setting_found_is_asked_anew(tmp_path):
+def test_a_record_of_another_setting_is_not_reused(tmp_path):
     samples, record = load_rl(RL), tmp_path / "d.jsonl"
-    for word, n in (("keep", 8), ("drop", 4)):
-        ask = lambda some: [(word, "")] * len(some)  # noqa: B023, E731
-        verdicts = beyond.filters.asked_once(samples, ask, {"n": n}, record, 4)
-        assert [v.verdict for v in verdicts] == [word] * 9
-    again = beyond.filters.asked_once(samples, None, {"n": 8}, record, 4)
-    assert [v.verdict for v in again] == ["keep"] * 9
+    beyond.filters.asked_once(samples, lambda some: [{"right": 1}] * len(some), {"n": 8}, record, 4)
+    with pytest.raises(ValueError, match="was made with {'n': 8}, and this is {'n': 4}"):
+        beyond.filters.asked_once(samples, lambda some: [{}] * len(some), {"n": 4}, record, 4)
 
 
 def test_a_file_that_is_no_record_is_not_touched(tmp_path):
     (record := tmp_path / "d.jsonl").write_text(written := '{"problem": "?"}\n[1')
     with pytest.raises(ValueError, match="d.jsonl, line 1 is no finding"):
-        beyond.filters.asked_once(load_rl(RL), lambda some: [None] * len(some), {}, record, 4)
+        beyond.filters.asked_once(load_rl(RL), lambda some: [{}] * len(some), {}, record, 4)
     assert record.read_text() == written
 
 
 def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch):
     samples, record, asked = load_rl(RL), tmp_path / "d.jsonl", []
-    ask = lambda some: [asked.append(s.id) or ("keep", "") for s in some]  # noqa: E731
+    ask = lambda some: [asked.append(s.id) or {"right": 1} for s in some]  # noqa: E731
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
@@ -163,22 +153,19 @@ def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch)
     for rank in "01":
         (tmp_path / rank).rename(tmp_path / f"d.{rank}.jsonl")
     monkeypatch.delenv("WORLD_SIZE")
-    verdicts = beyond.filters.asked_once(samples, ask, {}, record, batch=4)
-    assert beyond.filters.UNASKED not in verdicts
+    assert None not in beyond.filters.asked_once(samples, ask, {}, record, batch=4)
     assert len(asked) == 9  # nobody was asked again
 
 
 @given(st.integers(1, 12), st.floats(0, 1), st.data())
-def test_what_is_answered_right_too_often_is_dropped(n, most, draw):
-    right = [draw.draw(st.integers(0, n)) for _ in range(3)]
-    graded = [[Reward(float(k < r), 0.0, 0.0) for k in range(n)] for r in right]
+def test_what_is_answered_right_too_often_is_dropped(policy, n, most, draw):
+    samples = Lazy(lambda k: replace(SAMPLE, id=str(k)), range(3))
+    right = [draw.draw(st.integers(0, n)) for _ in samples]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beyond.filters, "asked_once", lambda samples, ask, *_: ask(samples))
-        patch.setattr(beyond.filters, "play", lambda *_: None)
-        patch.setattr(beyond.filters, "score", lambda *_: graded)
+        patch.setattr(beyond.filters, "asked_once", lambda *a, **k: [{"right": r} for r in right])
         options = Options(samples=n, max_accuracy=most)
-        verdicts = beyond.filters.by_difficulty([None] * 3, None, RULES, options)
-    assert [word == "drop" for word, _ in verdicts] == [r / n > most for r in right]
+        verdicts = beyond.filters.by_difficulty(samples, policy, RULES, options)
+    assert [v.word == "drop" for v in verdicts] == [r > most * n for r in right]
 
 
 SAMPLE = load_rl(RL)[0]
@@ -194,7 +181,7 @@ def test_eight_tries_drop_eight_of_eight_only(policy, tmp_path, monkeypatch):
     samples = Lazy(lambda id: replace(SAMPLE, id=id, question=id), list(RIGHT))
     options = Options(out=tmp_path / "d.parquet", model="model")
     verdicts = beyond.filters.by_difficulty(samples, policy, RULES, options)
-    assert [(v.verdict, v.reason) for v in verdicts] == [
+    assert [(v.word, v.reason) for v in verdicts] == [
         ("keep", "0 of 8 right"), ("keep", "7 of 8 right"), ("drop", "8 of 8 right")
     ]  # fmt: skip
 
@@ -207,15 +194,16 @@ def test_what_a_filter_keeps_can_be_filtered_again(tmp_path):
     where = parquet(tmp_path / "a.parquet", [row, row | {"id": "z"}, bad])
     samples, rows = load_rl(where), read_rows(where)
     verdicts = [beyond.filters.Verdict("keep", ""), beyond.filters.Verdict("unsure", "too dark")]
-    beyond.filters.write_sieved(tmp_path / "b" / "kept.parquet", samples, rows, verdicts)
+    counts = beyond.filters.write_sieved(tmp_path / "b" / "kept.parquet", samples, rows, verdicts)
+    assert counts == {"keep": 1, "unsure": 1}
     kept = load_rl(tmp_path / "b")
     (again,) = kept
     assert (again.id, again.kind, again.options) == ("x", "neutral", ("one", "4"))
     assert again.boxes == ((1, 2, 3, 4),)
     assert read_rows(tmp_path / "b")[0]["image"]["bytes"] == PNG
     told = (tmp_path / "b" / "kept.txt").read_text()
-    assert "unsure  z  too dark\n    'How many?'  answer: '4'" in told
-    assert "unusable  row 2, answer: '5' is no letter" in told
+    assert "z  too dark\n    'How many?'  answer: '4'" in told
+    assert "unusable: 1\n\nrow 2, answer: '5' is neither" in told
 
 
 # The command line
@@ -227,21 +215,20 @@ def command(*words) -> None:
 
 def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
     rows = [*rl_rows(), rl_rows()[0] | {"images": []}, rl_rows()[0] | {"data_source": "OK-VQA"}]
-    parquet(tmp_path / "a.parquet", rows)
-    command("--describe", tmp_path, "--model", "tiny", "--out", tmp_path / "b.parquet")
+    command("--describe", parquet(tmp_path / "a.parquet", rows), "--model", "tiny")
     told = capsys.readouterr().out
     assert "10 usable + 1 left out" in told and "row 9, image: nothing in images" in told
-    assert "vstar (search): 3" in told and "OK-VQA (search, assumed): 1" in told
-    assert "480x320" in told
+    assert "vstar (search): 3" in told and "OK-VQA (search, assumed, external knowledge): 1" in told
+    assert "a letter: 4" in told and "480x320" in told and "at most 4096 pixels" in told
     command("--describe", SFT, "--model", "tiny")
     told = capsys.readouterr().out
-    assert "8 usable + 0 left out" in told and "thyme (3 programs): 2" in told
+    assert "8 usable + 0 left out" in told and "programs  3 in a row: 2" in told
 
 
 def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     command("--drop-sources", RL, "--external", "chart", "--out", tmp_path / "1.parquet")
-    judge = FakeJudge({"vstar-0": ("drop", "wrong")}, load_rl(RL))
-    monkeypatch.setattr("beyond.filters.ChatJudge", lambda url, model: judge)
+    judge = FakeJudge({"vstar-0": ("drop", "wrong")})
+    monkeypatch.setattr("beyond.filters.LabelJudge", lambda url, model: judge)
     address = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "fake")
     command("--check-labels", tmp_path / "1.parquet", *address, "--out", tmp_path / "2.parquet")
     short = ("--turns", 1, "--samples", 2, "--max-new-tokens", 4, "--max-length", 512)
@@ -273,13 +260,14 @@ def test_a_command_that_cannot_work_says_what_to_do(words, said, capsys):
 
 
 @pytest.mark.parametrize("where, out, said", [
-    ("a.jsonl", "b.txt", "expected NAME.parquet"),
-    ("a.jsonl", "b.jsonl", "expected NAME.parquet"),
-    ("a.jsonl", "a.parquet", "outside of the input"),
-    ("a.parquet", "dir.parquet/../a.parquet", "outside of the input"),
-    ("link.jsonl", "a.parquet", "outside of the input"),
-    (".", "b.parquet", "outside of the input"),
-    (".:a", "a.parquet", "outside of the input"),
+    ("a.jsonl", "b.txt", "ends in .parquet"),
+    ("a.jsonl", "b.jsonl", "ends in .parquet"),
+    ("a.jsonl", "dir.parquet", "ends in .parquet"),
+    ("a.jsonl", "a.parquet", "/a.jsonl would lie over or in the input"),
+    ("a.parquet", "dir.parquet/../a.parquet", "would lie over or in"),
+    ("link.jsonl", "a.parquet", "would lie over or in"),
+    (".", "b.parquet", "would lie over or in"),
+    (".:a", "a.parquet", "would lie over or in"),
 ])  # fmt: skip
 def test_a_filter_does_not_write_over_what_it_reads(tmp_path, where, out, said, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps(FLAT | {"image": "a.png"}))

@@ -20,7 +20,7 @@ from data import TAGS, demonstrations
 from grpo import group_row, log_probs, micro_batches
 from kit.qwen import Policy
 from kit.schemas import thyme_fields
-from kit.tables import Bad
+from kit.usable import Bad
 from sft import imitate, load_thyme, mean_logp, replay, replay_all, rows_of, shuffled
 
 
