@@ -20,6 +20,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,7 @@ class Chat:
     concurrency: int = 8  # most questions in work at a time; the others wait
     attempts: int = 4  # most tries of one question
     seconds: float = 60.0  # longest silence of the server in one try
+    patience: float = 180.0  # seconds for one question, with all tries and pauses
     # Most tokens of a reply. A model that does not think stops long before, so the limit costs
     # it nothing. One that thinks may need this many; within `seconds` they are 34 a second.
     max_tokens: int = 2048
@@ -108,7 +110,7 @@ class Chat:
         key = hashlib.sha256(asked).hexdigest()
         if key not in self.known:
             with self.seats:
-                value = self._answer(json.loads(asked)[1], read)
+                value = self._in_time(json.loads(asked)[1], read)
             if value is None:
                 return None
             line = json.dumps({"key": key, "value": value})
@@ -119,6 +121,23 @@ class Chat:
                     with open(path, "a") as file:
                         file.write(f"\n{line}\n")  # the line before may have been cut short
         return self.known[key]
+
+    def _in_time(self, messages: list[dict], read: Callable[[str], T]) -> T | None:
+        """The answer; None once patience ends. What drips for ever is left to itself."""
+        told: Future = Future()
+
+        def work() -> None:
+            try:
+                told.set_result(self._answer(messages, read))
+            except BaseException as error:  # it belongs to whoever waits below
+                told.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            return told.result(self.patience)
+        except TimeoutError:
+            self.last_problem = f"no whole answer within {self.patience:g} s; {self.last_problem}"
+            return None
 
     def _answer(self, messages: list[dict], read: Callable[[str], T]) -> T | None:
         import openai
@@ -137,7 +156,11 @@ class Chat:
                 # A server that refuses a key may quote parts of it.
                 said = "" if status in (401, 403) else said.replace(self.client.api_key, "(key)")
                 self.last_problem = f"status {status}: {said[:150]!r}"
-                if status in (401, 403, 404) and not self.heard:
+                # Some servers say with 400 that they do not know the model.
+                unknown = status == 400 and re.search(
+                    rf"(?<!\w){re.escape(self.model)}(?!\w)", said
+                )
+                if (status in (401, 403, 404) or unknown) and not self.heard:
                     raise RuntimeError(
                         f"{self.url} answers with {self.last_problem}: check this address, the "
                         f"model's name, {self.model}, and the key in JUDGE_API_KEY"

@@ -587,3 +587,38 @@ def test_only_those_who_ask_a_server_load_the_client():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=chat.__file__[:-12]
     )
     assert run.stdout.split() == ["False", "False"], run.stderr
+
+
+# All tries together
+
+
+def test_a_reply_that_drips_for_ever_ends_with_our_patience():
+    over = threading.Event()
+
+    def drip(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000000")
+        handler.end_headers()
+        while not over.wait(0.02):  # each byte comes sooner than `seconds`
+            handler.wfile.write(b" ")
+            handler.wfile.flush()
+
+    with serving(drip) as server:
+        judge = Chat(server.url, "m", attempts=1, seconds=5, patience=0.3)
+        try:
+            assert judge.ask("s", "q", str) is None
+            assert "no whole answer within 0.3 s" in judge.last_problem
+        finally:
+            over.set()
+
+
+def test_an_error_of_the_reader_is_not_lost_in_its_thread():
+    with serving(says("x")) as server, pytest.raises(ZeroDivisionError):
+        Chat(server.url, "m").ask("s", "q", lambda text: 1 / 0)
+
+
+def test_a_model_that_is_refused_with_status_400_is_told_at_once():
+    with serving(error(400, "model judge-9 does not exist")) as server:
+        with pytest.raises(RuntimeError, match="judge-9"):
+            Chat(server.url, "judge-9").ask("s", "q", str)
+        assert Chat(server.url, "other").ask("s", "q", str) is None
