@@ -11,6 +11,7 @@ Left out    served judges, which may be talked to (audit.py asks them)
 Read next   audit.py, rivals.py (the formulas behind the columns)
 """
 
+import argparse
 import itertools
 from dataclasses import replace
 from random import Random
@@ -101,6 +102,6 @@ def zoo_table(played: dict[str, Trajectory]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    if argv:
-        raise SystemExit(f"rewards.py takes no words, or --audit FILE; got {' '.join(argv)}")
+    doors = "--audit FILE: how far can a judge be trusted? (beyond/audit.py)"
+    argparse.ArgumentParser("rewards.py", description=zoo.__doc__, epilog=doors).parse_args(argv)
     print(zoo_table(zoo()))
