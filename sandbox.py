@@ -14,9 +14,12 @@ Contained   As root and as an ordinary user, by the kernel: files outside a priv
             each trajectory; the worker walls itself in before it sees any code. The trainer reads
             JSON and raw pixels from it, and takes both for forged until they are checked.
 Not         Kernel bugs; that a file exists and how big it is (`stat` works); one busy core up to
-            the time limit; lies in the code's own output (so a crop is only called a crop if
-            the trainer can cut the same pixels itself). If the code may come from an attacker,
-            and not just from a policy that likes rewards, put the whole node into a VM.
+            the time limit. If the code may come from an attacker, and not just from a policy that
+            likes rewards, put the whole node into a VM.
+Forged      Code shares its process with the worker, so it can read its call's id there and answer
+            for itself: its text, its error, its notes, and that it cut beyond the image or read a
+            file back, are its own word. It cannot forge a box, for the trainer makes the same
+            pixels itself; nor that it showed something new, its time, or the reply to another call.
 """
 
 import math
@@ -29,18 +32,20 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 from PIL import Image, ImageOps
 
-from kit.boxes import Box, iou, outwards
+from kit.boxes import Box, iou
+from kit.sandbox_looks import UPRIGHT, find, is_edit, repeated, same_pixels
 from kit.sandbox_server import pack, read, read_json, remove, the_server
 from kit.sandbox_stand_ins import digest
-from kit.sandbox_walls import WALLS, missing_walls
+from kit.sandbox_walls import WALLS, missing_walls, room
 
-MOST_STEPS = 8  # ours: crops and resizes that the trainer repeats to verify one image
-MOST_WORK = 1 << 24  # ours: pixels that it is willing to make for that
+HUNG = 10.0  # ours: seconds after which a server that forks no worker is given up
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,8 @@ class Limits:
     seconds: float = 10.0  # as in Thyme: wall clock of a call; then the worker is killed
     start: float = 30.0  # wall clock of a worker's start; then the machine is to blame
     memory: int = 2 << 30  # bytes of address space
-    file: int = 16 << 20  # bytes in one file
-    disk: int = 64 << 20  # bytes in the private folder
+    file: int = 16 << 20  # bytes in one file, above those of one as large as the input
+    disk: int = 64 << 20  # bytes in the private folder, above those of four such files
     text: int = 20_000  # bytes of output per call
     error: int = 300  # characters of an error message
     images: int = 5  # as in the released code: images per call
@@ -63,14 +68,14 @@ class Observation:
     """What one call showed.
 
     Red lines are what a reward should punish: "sandbox_error" (an error of the code),
-    "invalid_coords" (a box off the image), "io_scratch" (an image that was saved, loaded, and shown
-    as it was), "no_op" (only images that had been shown before).
+    "invalid_coords" (a box off the image), "no_op" (only what had been shown before, and not larger
+    than then), "io_scratch" (the same, by an image that was saved, loaded, and shown as it was).
     """
 
     text: str = ""
     images: list[Image.Image] = field(default_factory=list)
     boxes: list[Box | None] = field(default_factory=list)  # in the input image; None: no crop
-    sources: list[str] = field(default_factory=list)  # verified: crop; else file, figure, ...
+    sources: list[str] = field(default_factory=list)  # verified: crop, edited; else file, ...
     error: str | None = None
     timed_out: bool = False
     blocked: bool = False  # refused by the scan, never run
@@ -82,10 +87,15 @@ class Observation:
 
 
 class View(NamedTuple):
-    """An image that was shown: where it is in the input image (None: no crop), and its digest."""
+    """An image that was shown: where it is in the input image (None: no crop), how it is laid down
+    or that it is "edited", its size in pixels, and the digest of them."""
 
     box: Box | None
-    pixels: bytes
+    source: str
+    way: str
+    pixels: int
+    digest: bytes
+    reloaded: bool = False  # from a file of the code's own, as it was
 
 
 class Sandbox:
@@ -95,6 +105,8 @@ class Sandbox:
     at a time; any number of them may live side by side. Raises RuntimeError on a system that
     cannot confine code, unless `allow_weak`.
     """
+
+    socket = None  # to the worker, while there is one
 
     def __init__(self, image: Image.Image, limits: Limits = Limits(), allow_weak: bool = False):
         missing = missing_walls()
@@ -110,14 +122,18 @@ class Sandbox:
         self.image = ImageOps.exif_transpose(image).convert("RGB")  # a copy to check crops with
         self.limits = limits
         self.views: list[View] = []  # what the trajectory has been shown so far
-        self.socket: socket.socket | None = None
         self.started, self.closing = False, threading.Lock()
+        self.lost = False  # did a failure of ours take variables and files from the code?
 
     def __enter__(self) -> "Sandbox":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if self.socket:
+            self._kill()  # and no more: this may run anywhere, even while the server is asked
 
     def close(self) -> None:
         with self.closing:  # closing twice is fine, even from two threads
@@ -136,7 +152,7 @@ class Sandbox:
         began, seen = time.monotonic(), Observation()
         try:
             if self.socket and ready(self.socket):  # a forged reply, or the end of the worker
-                self._end()
+                self.lost = bool(self._end()[1])
             if not self.socket:
                 seen.restarted = self.started
                 self._start()
@@ -146,27 +162,40 @@ class Sandbox:
             if seen.restarted:
                 seen.notes.append("restarted: variables and files are gone")
             self._call(code, seen)
-        if seen.error:
+            missing = (seen.error or "").startswith(("NameError", "FileNotFoundError"))
+            if self.lost and seen.restarted and missing:
+                seen.environment = "variables and files were lost to a failure of ours"
+            self.lost = bool(seen.environment) and not self.socket
+        if seen.error and not seen.environment:
             seen.red_lines.append("sandbox_error")
         seen.seconds = time.monotonic() - began
         return seen
 
     def _start(self) -> None:
         """Have the server fork a worker, hand it the image, wait until it is walled in."""
-        self.server, self.pidfd = the_server(), None
+        self.pidfd, began = None, time.monotonic()
+        self.server, deadline = the_server(), began + self.limits.start
         self.socket, theirs = socket.socketpair()
         try:
             with theirs:
-                born = self.server.ask({"fork": True}, theirs.fileno())
+                self.server.fork(theirs.fileno(), self.limits.start)
+            born = read_json(self.socket, deadline)
+            if "failed" in born:
+                raise OSError(born["failed"])
             self.pid, self.folder = born["pid"], born["folder"]
             self.pidfd = os.pidfd_open(self.pid)  # a pid may be reused, this may not
             setup = asdict(self.limits) | {"walls": list(self.walls), "shape": self.image.size}
-            self.socket.settimeout(self.limits.start)
-            self.socket.sendall(pack(setup) + self.image.tobytes())
-            self._protection = read_json(self.socket, time.monotonic() + self.limits.start)
+            self.socket.settimeout(max(deadline - time.monotonic(), 0.01))
+            self.socket.sendall(pack(setup))
+            w, h = self.image.size
+            for y in range(0, h, 256):  # in strips, for 8K has 100 MB
+                self.socket.sendall(self.image.crop((0, y, w, min(y + 256, h))).tobytes())
+            self._protection = read_json(self.socket, deadline)
             if "failed" in self._protection:
                 raise OSError(self._protection["failed"])
         except (OSError, EOFError):
+            if self.pidfd is None and time.monotonic() - began > HUNG:
+                self.server.process.kill()  # its workers end too; the next start gets another
             self._end()
             raise
         self.started = True
@@ -201,39 +230,43 @@ class Sandbox:
         reply = read_json(self.socket, deadline, self._check_disk)
         if reply["id"] != key or len(reply["images"]) > self.limits.images:
             raise ValueError("wrong reply")
-        images = [self._read_image(item, deadline) for item in reply["images"]]
-        shown = [*zip(images, reply["images"])]
-        boxes = [verified_box(self.image, image, item["steps"]) for image, item in shown]
-        sources = ["crop" if box else item["source"] for box, (_, item) in zip(boxes, shown)]
+        shown = [self._read_view(item, deadline) for item in reply["images"]]
         text, error = plain(reply["text"], self.limits.text), reply["error"]
         error = None if error is None else one_line(error, self.limits.error) or "Error"
         notes = [one_line(note, 200) for note in reply["notes"][:10]]
-        flags = [flag for flag in ("invalid_coords", "io_scratch") if flag in reply["flags"]]
+        flags = ["invalid_coords"] * ("invalid_coords" in reply["flags"])
 
         seen.text, seen.error, seen.blocked = text, error, reply["blocked"] is True
-        seen.images, seen.boxes, seen.sources = images, boxes, sources
+        seen.images, views = [image for image, _ in shown], [view for _, view in shown]
+        seen.boxes, seen.sources = [v.box for v in views], [v.source for v in views]
         seen.notes += notes
-        seen.red_lines = flags + ["no_op"] * self._only_repeats(seen)
+        if self._only_repeats(views):
+            flags += ["io_scratch"] * any(v.reloaded for v in views) + ["no_op"]
+        seen.red_lines = flags
 
-    def _read_image(self, item: dict, deadline: float) -> Image.Image:
-        """The pixels that a reply announces as {"size", "source", "steps"}."""
-        (w, h), limits = item["size"], self.limits
+    def _read_view(self, item: dict, deadline: float) -> tuple[Image.Image, View]:
+        """An image that a reply announces as {"size", "source", "steps", "reloaded"}."""
+        (w, h), limits, source = item["size"], self.limits, item["source"]
         right_size = (
             type(w) is type(h) is int
             and limits.shortest <= min(w, h)
             and w * h <= limits.longest**2
             and max(w, h) <= limits.ratio * min(w, h)
         )
-        if not right_size or item["source"] not in ("file", "figure", "show", "value"):
+        if not right_size or source not in ("file", "figure", "show", "value"):
             raise ValueError(f"wrong image {w}x{h}")
         raw = read(self.socket, w * h * 3, deadline, self._check_disk)
-        return Image.frombytes("RGB", (w, h), raw)
+        image = Image.frombytes("RGB", (w, h), raw)
+        box, way = verified(self.image, image, item["steps"])
+        if box:
+            source = "edited" if way == "edited" else "crop"
+        return image, View(box, source, way, w * h, digest(image), item["reloaded"] is True)
 
-    def _only_repeats(self, seen: Observation) -> bool:
+    def _only_repeats(self, views: list[View]) -> bool:
         """Did the call show images, and the trajectory each of them before? Then remember them."""
-        if seen.images and not self.views:  # the first view is the input
-            self.views.append(View((0, 0, *self.image.size), digest(self.image)))
-        views = [View(box, digest(image)) for box, image in zip(seen.boxes, seen.images)]
+        if views and not self.views:  # the first view is the input
+            size = self.image.size
+            self.views.append(View((0, 0, *size), "crop", UPRIGHT, math.prod(size), b""))
         known = [any(same_view(view, old) for old in self.views) for view in views]
         self.views += views
         return bool(known) and all(known)
@@ -241,25 +274,20 @@ class Sandbox:
     def _check_disk(self) -> None:
         """Where there is no private tmpfs, nobody else adds up what all the files hold."""
         if "tmpfs" not in self._protection["disk"]:
-            used = subprocess.run(["du", "-sk", self.folder], capture_output=True).stdout.split()
-            if used and int(used[0]) << 10 > self.limits.disk + 3 * math.prod(self.image.size):
-                raise ValueError(f"more than {self.limits.disk >> 20} MB written")
+            with suppress(OSError):  # no fork now: the next time
+                run = subprocess.run(["du", "-sk", self.folder], capture_output=True)
+                used, large = int(run.stdout.split()[0]) << 10, room(self.image.size)
+                if used > self.limits.disk + 4 * large:
+                    raise ValueError(f"more than {self.limits.disk >> 20} MB written")
 
     def _end(self, patience: float = 0.0) -> tuple[str | None, str | None]:
         """Kill the worker. If it had ended before, say why: (the code's error, our failure)."""
-        channel, alone, ended = self.socket, False, None
-        if self.pidfd is not None:
-            alone = ready(self.pidfd, patience)
-            try:
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-                ready(self.pidfd, 10)
-                ended = self.server.ask({"reap": self.pid})["exit"]
-            except (OSError, EOFError):
-                pass  # the server is gone, init has reaped
-            os.close(self.pidfd)
-            remove(self.folder)
-        channel.close()
-        self.socket = None
+        alone = self.pidfd is not None and ready(self.pidfd, patience)
+        self._kill()
+        try:
+            ended = None if self.pidfd is None else self.server.exit_of(self.pid)
+        except (OSError, EOFError):
+            ended = None  # the server is gone, init has reaped
         if ended is None:
             return None, "the sandbox server died"
         if not alone:
@@ -269,55 +297,44 @@ class Sandbox:
         how = signal.Signals(-ended).name if ended < 0 else f"exit code {ended}"
         return f"RuntimeError: the process ended ({how})", None
 
+    def _kill(self) -> None:
+        if self.pidfd is not None:
+            with suppress(OSError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                ready(self.pidfd, 10)
+            os.close(self.pidfd)
+            remove(self.folder)
+        self.socket.close()
+        self.socket = None
+
 
 def same_view(new: View, old: View) -> bool:
-    """The same pixels, or boxes that overlap by more than 95 % (intersection over union)."""
-    if new.box is None or old.box is None or new.pixels == old.pixels:
-        return new.pixels == old.pixels
-    return iou(new.box, old.box) > 0.95
+    """The same pixels; or boxes that overlap by more than 95 % (intersection over union), laid down
+    in the same way, and not twice as many pixels as before. Each edit of a crop is a view of its
+    own, but a file of the code's own is none."""
+    if new.box is None or old.box is None or new.digest == old.digest:
+        return new.digest == old.digest
+    alike = new.reloaded or new.way == old.way != "edited"
+    return alike and new.pixels < 2 * old.pixels and iou(new.box, old.box) > 0.95
 
 
-def verified_box(original: Image.Image, shown: Image.Image, steps: object) -> Box | None:
-    """The box of a crop in the original, rounded outwards; None unless it is truly a crop.
+def verified(original: Image.Image, shown: Image.Image, steps: object) -> tuple[Box | None, str]:
+    """The box of a crop in the original, rounded outwards, and the way it is shown: how it lies, or
+    "edited". None unless it is truly a crop.
 
     It is one if the steps that the worker claims, repeated here on the trainer's own copy of the
-    image, give the very pixels that were shown.
+    image, give the pixels that were shown, or if a search finds them in it. It is an edited crop if
+    `is_edit` says so of what the steps give.
     """
-    try:
-        image, (x0, y0, x1, y1) = repeated(original, steps)
-        same = image.size == shown.size and image.tobytes() == shown.tobytes()
-        # 127.9999999 is 128: floats are not exact.
-        return outwards(x0 + 1e-6, y0 + 1e-6, x1 - 1e-6, y1 - 1e-6) if same else None
-    except (TypeError, ValueError, OverflowError):
-        return None  # not even steps
-
-
-def repeated(original: Image.Image, steps: list[list]) -> tuple[Image.Image, tuple[float, ...]]:
-    """The image that these steps lead to, and the corners of what it shows of the original.
-
-    A step is a crop, [x0, y0, x1, y1] in pixels of the image before it, or a resize of that region,
-    [x0, y0, x1, y1, width, height, filter, gap], as in Image.resize. Raises ValueError, TypeError
-    or OverflowError for anything else.
-    """
-    if not isinstance(steps, list) or len(steps) > MOST_STEPS:
-        raise ValueError(f"expected at most {MOST_STEPS} steps")
-    image, work = original, 0
-    left, top, right, bottom = 0.0, 0.0, *original.size
-    for x0, y0, x1, y1, *resize in steps:
-        w, h = image.size
-        if not (0 <= x0 < x1 <= w and 0 <= y0 < y1 <= h):
-            raise ValueError("a step that leaves the image")
-        if resize:
-            to_w, to_h, resample, gap = resize
-            work += to_w * to_h
-            if work > MOST_WORK or to_w < 1 or to_h < 1:
-                raise ValueError("too much work")
-            image = image.resize((to_w, to_h), resample, (x0, y0, x1, y1), gap)
-        else:
-            image = image.crop((x0, y0, x1, y1))
-        sx, sy = (right - left) / w, (bottom - top) / h
-        left, top, right, bottom = left + x0 * sx, top + y0 * sy, left + x1 * sx, top + y1 * sy
-    return image, (left, top, right, bottom)
+    pixels = np.asarray(shown)
+    claimed = repeated(original, steps)
+    if claimed and same_pixels(np.asarray(claimed.image), pixels):
+        return claimed.box, claimed.way
+    if found := repeated(original, find(pixels, np.asarray(original))):
+        return found.box, found.way
+    if claimed and claimed.image.size == shown.size and is_edit(claimed.image, shown):
+        return claimed.box, "edited"
+    return None, ""
 
 
 def plain(text: object, limit: int) -> str:

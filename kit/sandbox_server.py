@@ -23,7 +23,9 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from json import dumps, loads  # by name: code that patches json does not reach these
 
 from PIL import Image
@@ -39,27 +41,27 @@ def pack(header: dict) -> bytes:
     return struct.pack(">I", len(data)) + data
 
 
-def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None) -> bytes:
+def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None) -> bytearray:
     """Exactly `size` bytes, however slowly they drip. watch: called while none come.
 
     Raises TimeoutError after the deadline (of time.monotonic), EOFError if the other side ended.
     """
-    data = bytearray()
-    while len(data) < size:
+    data, done = bytearray(size), 0
+    while done < size:
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("no answer in time")
         sock.settimeout(None if left == math.inf else min(left, 0.2))
         try:
-            part = sock.recv(min(size - len(data), 1 << 20))
+            part = sock.recv_into(memoryview(data)[done:])
         except TimeoutError:
             if watch:
                 watch()
             continue
         if not part:
             raise EOFError
-        data += part
-    return bytes(data)
+        done += part
+    return data
 
 
 def read_json(sock: socket.socket, deadline: float = math.inf, watch=None, most=1 << 18) -> dict:
@@ -91,8 +93,11 @@ class Server:
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "TMPDIR": tempfile.gettempdir()}
         environment |= {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        packages = [path for path in sys.path if path.endswith("-packages")]  # -I drops some
-        with theirs:
+        libraries = [find_spec(name) for name in ("numpy", "PIL", "cv2", "matplotlib")]
+        files = [spec.origin for spec in libraries if spec and spec.origin]
+        homes = {os.path.dirname(os.path.dirname(file)) for file in files}
+        packages = [path for path in sys.path if path.endswith("-packages") or path in homes]
+        with theirs:  # -I drops PYTHONPATH and what is installed for one user
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-c", DOOR, str(theirs.fileno()), root, *packages],
                 pass_fds=[theirs.fileno()],
@@ -107,19 +112,34 @@ class Server:
         except (OSError, EOFError) as problem:
             self.process.kill()
             raise RuntimeError(
-                "the sandbox server did not start, its error is printed above; "
-                "does `python -c 'import numpy, PIL'` work?"
+                "the sandbox server did not start, its error is printed above. It looks for "
+                f"packages in {', '.join(packages) or 'no folder'}"
             ) from problem
 
-    def ask(self, request: dict, *descriptors: int) -> dict:
-        """{"fork": True} and a descriptor -> {"pid", "folder"}; {"reap": pid} -> {"exit"}."""
-        with self.lock:
-            try:
-                socket.send_fds(self.control, [pack(request)], descriptors)
-                return read_json(self.control, time.monotonic() + 60)
-            except (OSError, EOFError):
-                self.process.kill()  # out of step; the next worker gets a new server
-                raise
+    def fork(self, descriptor: int, seconds: float) -> None:
+        """Ask for a worker at the other end of this socket. What becomes of it is said there."""
+        with self._turn(seconds):
+            socket.send_fds(self.control, [pack({"fork": True})], [descriptor])
+
+    def exit_of(self, pid: int, seconds: float = 5.0) -> int:
+        """The exit code of a worker that has ended, as of os.waitstatus_to_exitcode."""
+        with self._turn(seconds):
+            self.control.sendall(pack({"reap": pid}))
+            deadline = time.monotonic() + seconds
+            while (reply := read_json(self.control, deadline))["reaped"] != pid:
+                pass  # an answer that somebody stopped waiting for
+        return reply["exit"]
+
+    @contextmanager
+    def _turn(self, seconds: float) -> Iterator[None]:
+        """One thread at a time, each for a bounded time. Raises TimeoutError."""
+        if not self.lock.acquire(timeout=max(seconds, 0)):
+            raise TimeoutError("the sandbox server is busy")
+        try:
+            self.control.settimeout(max(seconds, 0.01))
+            yield
+        finally:
+            self.lock.release()
 
 
 _server: Server | None = None
@@ -137,7 +157,7 @@ def the_server() -> Server:
 
 def serve(control: socket.socket) -> None:
     """Import once, fork a worker on request. When the trainer ends, the server ends its workers."""
-    root, workers, me = make_root(), set(), os.getpid()
+    root, workers, exits, me = make_root(), set(), {}, os.getpid()
     os.environ["MPLCONFIGDIR"] = root  # where matplotlib writes its list of fonts
     names = usual_names()
     gc.freeze()  # a collection would write to shared memory, and so copy it
@@ -148,21 +168,33 @@ def serve(control: socket.socket) -> None:
             request = loads(read(control, *struct.unpack(">I", size)))
         except (OSError, EOFError, struct.error):
             break
-        if "reap" in request:
-            reply = {"exit": os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])}
-            workers.discard(request["reap"])
-        else:
-            folder = tempfile.mkdtemp(dir=root)
-            pid = os.fork()
+        pid = request.get("reap")
+        while workers - exits.keys():  # also of those that nobody asks about
+            ended, status = os.waitpid(-1, 0 if pid in workers - exits.keys() else os.WNOHANG)
+            if not ended:
+                break
+            exits[ended] = os.waitstatus_to_exitcode(status)
+        if pid is not None:
+            control.sendall(pack({"reaped": pid, "exit": exits.get(pid)}))
+            continue
+        with socket.socket(fileno=descriptors[0]) as channel:
+            folder = os.path.join(root, "none")
+            try:
+                folder = tempfile.mkdtemp(dir=root)
+                pid = os.fork()
+            except OSError as problem:  # only this start fails; the other workers live on
+                with suppress(OSError):
+                    channel.sendall(pack({"failed": f"no worker: {problem}"}))
+                    os.rmdir(folder)
+                continue
             if pid == 0:
-                os.dup2(descriptors[0], 3)
+                os.dup2(channel.fileno(), 3)
                 os.closerange(4, 1024)
                 os.dup2(1, 2)  # /dev/null
                 work(socket.socket(fileno=3), folder, names, me)
-            os.close(descriptors[0])
             workers.add(pid)
-            reply = {"pid": pid, "folder": folder}
-        control.sendall(pack(reply))
+            exits.pop(pid, None)
+    workers -= exits.keys()
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     remove(root)
@@ -171,11 +203,16 @@ def serve(control: socket.socket) -> None:
 def work(channel: socket.socket, folder: str, names: dict, parent: int) -> None:
     """The life of a worker: take the image, put up the walls, answer until the channel closes."""
     try:
-        setup, folder = read_json(channel), os.path.realpath(folder)
-        size = tuple(setup["shape"])
-        image = Image.frombytes("RGB", size, read(channel, 3 * math.prod(size)))
         try:
-            stand = lock_in(setup, folder, image, parent)
+            channel.sendall(pack({"pid": os.getpid(), "folder": folder}))
+            setup, folder = read_json(channel), os.path.realpath(folder)
+            size = tuple(setup["shape"])
+            pixels = read(channel, 3 * math.prod(size))
+        except (OSError, EOFError):  # the trainer did not wait for this worker
+            return os.rmdir(folder)
+        image = Image.frombytes("RGB", size, pixels)
+        try:
+            stand = lock_in(setup, folder, pixels, parent)
         except OSError as problem:
             stand = {"failed": str(problem)}
         worker = Worker(setup, folder, names, image)
@@ -214,13 +251,14 @@ def remove(folder: str) -> None:
         os.rmdir(folder)  # a private tmpfs leaves it empty
     except OSError:  # shutil.rmtree recurses, and the code may have nested deeply
         script = 'chmod -R u+rwx -- "$0"; rm -rf -- "$0"'
-        subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL)
+        with suppress(OSError):  # no fork now: the next server sweeps
+            subprocess.run(["sh", "-c", script, folder], stderr=subprocess.DEVNULL)
 
 
 # What code finds without an import.
 PREDEFINED = """
 import builtins, collections, copy, csv, datetime, functools, glob, io, itertools, json, math, os
-import pathlib, random, re, shutil, statistics, string, sys, tempfile, time, numpy, PIL
+import pathlib, random, re, shutil, statistics, string, sys, tempfile, time, numpy.random, PIL
 from pathlib import Path
 from PIL import Image, ImageChops, ImageDraw, ImageEnhance, ImageFilter, ImageFont, ImageOps
 from PIL import ImageStat

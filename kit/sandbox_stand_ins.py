@@ -2,24 +2,27 @@
 sandbox_stand_ins.py: Pillow, OpenCV and matplotlib, kinder than they are.
 
 Concept     A policy that invents a path or a box off the image gets what it meant, and a note that
-            says so. The same stand-ins record what is shown, and how a crop came from the input.
+            says so. The same stand-ins record what is shown, and remember crops and resizes.
 Paper       nothing: CodeV's Appendix 13 names the repairs, not the functions
 In          calls of open, crop, resize, save, show, imread, imwrite, savefig
-Out         their results, and a Recorder that holds what they showed
+Out         their results, and a Recorder that holds what they showed and how it was made
 Left out    other libraries; trust: code may call the true functions, and forge what is recorded
-Read next   sandbox_worker.py (who uses this), sandbox.verified_box (who checks the steps)
+Read next   sandbox_worker.py (who uses this), sandbox_looks.py (where pixels come from)
 """
 
 import hashlib
 import math
 import os
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFont
 
 from kit.boxes import Box, outwards
+from kit.sandbox_looks import Origins
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 INVENTED = re.compile(
@@ -27,7 +30,6 @@ INVENTED = re.compile(
     r"[_ -]?(image|img|photo|picture|input)[_ -]?(file|path|\d)?",
     re.IGNORECASE,
 )
-STEPS = "crops and resizes"  # a key of Image.info, which Pillow hands on to its results
 true_open = Image.open
 
 
@@ -39,29 +41,30 @@ def digest(image: Image.Image) -> bytes:
 def flat(image: Image.Image) -> Image.Image:
     """A copy in RGB, with white behind whatever is transparent."""
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image, info = image.convert("RGBA"), image.info
+        image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        image.info = info
     return image.convert("RGB")
 
 
 class Recorder:
     """What one call shows, and what was repaired on the way. `begin` makes it ready for a call."""
 
-    def __init__(self, limits: dict, folder: str, size: tuple[int, int]):
-        self.limits, self.size = limits, size
+    def __init__(self, limits: dict, folder: str, image: Image.Image):
+        self.limits, self.origins = limits, Origins(image)
         self.folder, self.path = f"{folder}/work", f"{folder}/image.png"
+        self.made_up = set()  # folders elsewhere that code believes it has made
         self.bgr = False  # does the code keep its arrays as OpenCV does, blue first?
 
     def begin(self) -> None:
         self.notes, self.flags = [], set()
-        self.shown = {}  # a path, or a key of its own -> digest, image, source
+        self.origins.begin()
+        self.shown = {}  # a path, or a key of its own -> digest, image, what the reply says of it
         self.more = 0  # images beyond the limit
         self.written, self.reloaded = set(), set()  # paths; digests of files read back
         self.drawn = set()  # figures that were saved
 
     def note(self, text: str) -> None:
-        if text not in self.notes:
+        if text not in self.notes and len(self.notes) < 10:
             self.notes.append(text)
 
     def show(self, image: Image.Image, source: str, path: str | None = None) -> None:
@@ -76,14 +79,30 @@ class Recorder:
         if min(image.size) == 0 or max(image.size) > self.limits["ratio"] * min(image.size):
             return self.note(f"image of {image.width}x{image.height} is too thin to show")
         pixels = digest(image)
-        if pixels in self.reloaded:
-            self.flags.add("io_scratch")  # written, read back, shown as it was
-        if any(pixels == other[0] for other in self.shown.values()):
-            return
+        reloaded = pixels in self.reloaded  # written, read back, shown as it was
+        for other, _, facts in self.shown.values():
+            if pixels == other:
+                facts["reloaded"] |= reloaded
+                return
         if len(self.shown) == self.limits["images"]:
             self.more += 1
-        else:
-            self.shown[path or object()] = pixels, image, source
+            return
+        image = self.resized(image)
+        steps = None if source == "figure" else self.origins.of(image)
+        facts = {"size": image.size, "source": source, "steps": steps, "reloaded": reloaded}
+        self.shown[path or object()] = pixels, image, facts
+
+    def resized(self, image: Image.Image) -> Image.Image:
+        """Shrunk or enlarged to what a vision encoder takes."""
+        (w, h), longest, shortest = image.size, self.limits["longest"], self.limits["shortest"]
+        if (side := max(w, h)) > longest:
+            w, h = math.ceil(w * longest / side), math.ceil(h * longest / side)
+        if (side := min(w, h)) < shortest:
+            w, h = round(w * shortest / side), round(h * shortest / side)
+        if (w, h) == image.size:
+            return image
+        self.note(f"image resized from {image.width}x{image.height} to {w}x{h}")
+        return image.resize((w, h))
 
     def show_figures(self) -> None:
         plt = sys.modules["matplotlib.pyplot"]
@@ -108,27 +127,7 @@ class Recorder:
         if pixels.ndim == 3:
             order = {1: 0, 3: [2, 1, 0], 4: [2, 1, 0, 3]} if bgr else {1: 0}
             pixels = pixels[..., order.get(pixels.shape[2], slice(None))]
-        image = Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8))
-        return self.with_origin(image, array)
-
-    def with_origin(self, image: Image.Image, array: object) -> Image.Image:
-        """Record a crop if `array` is a slice of one as large as the input: its address in memory
-        says from where."""
-        whole = array
-        while isinstance(getattr(whole, "base", None), np.ndarray):
-            whole = whole.base
-        if isinstance(whole, np.ndarray) and whole.shape[1::-1] == self.size:
-            start, origin = (a.__array_interface__["data"][0] for a in (array, whole))
-            y, x = divmod(start - origin, whole.strides[0])
-            x //= whole.strides[1]
-            image.info[STEPS] = [[x, y, x + image.width, y + image.height]]
-        return image  # if strided or flipped, the trainer finds other pixels
-
-    def step(self, image: Image.Image, result: Image.Image, *step) -> Image.Image:
-        """Record how `result` came from `image`, if that itself came from the input."""
-        if STEPS in image.info:
-            result.info[STEPS] = self.latest = [*image.info[STEPS], list(step)]
-        return result
+        return Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8))
 
     def fit(self, box: object, width: int, height: int) -> Box:
         """A box in whole pixels inside the image, or a ValueError that says why there is none."""
@@ -159,11 +158,22 @@ class Recorder:
         return kept
 
     def is_own(self, file: object) -> bool:
-        return isinstance(file, (str, os.PathLike)) and self.folder in os.path.abspath(file)
+        """Is it a file in the working folder, and not the link to the input's?"""
+        paths = isinstance(file, (str, os.PathLike))
+        return paths and os.path.realpath(file).startswith(self.folder + "/")
+
+    def meant(self, path: object) -> object:
+        """The path; or, if there is nothing, what the code may believe to have put there."""
+        if not isinstance(path, (str, os.PathLike)) or os.access(path, os.F_OK):
+            return path
+        if os.path.abspath(path) in self.made_up:
+            return self.folder
+        mine = os.path.join(self.folder, os.path.basename(path))
+        return mine if os.path.isabs(path) and os.access(mine, os.F_OK) else path
 
     def to_read(self, file: object) -> object:
         """The path, if it exists; or our file of that name; or, if it is INVENTED, the input."""
-        if not isinstance(file, (str, os.PathLike)) or os.path.exists(file):
+        if not isinstance(file, (str, os.PathLike)) or os.access(file, os.F_OK):
             return file
         name = os.path.basename(file)
         if os.path.isfile(mine := os.path.join(self.folder, name)):
@@ -187,6 +197,8 @@ class Recorder:
             path += extension
         if not inside or not os.path.splitext(file)[1] and extension:
             self.note(f"{str(file)[-80:]} written to {os.path.basename(path)}")
+        if os.path.islink(path):  # the input's file stays as it is
+            os.unlink(path)
         if not os.path.isdir(folder := os.path.dirname(path)):
             os.makedirs(folder)
             self.note(f"made the folder {os.path.relpath(folder, self.folder)}")
@@ -195,6 +207,27 @@ class Recorder:
     def open(self, file, mode="r", *rest, **options):
         path = self.to_write(file) if set(mode) & set("wax+") else self.to_read(file)
         return open(path, mode, *rest, **options)
+
+
+class Parts:
+    """An array while something is cut out of it: `array[index]`, remembered."""
+
+    def __init__(self, array: np.ndarray, origins: Origins):
+        self.array, self.origins = array, origins
+
+    def __getitem__(self, index):
+        part = self.array[index]
+        slices = [*index, slice(None)][:2] if isinstance(index, tuple) else [index, slice(None)]
+        if isinstance(part, np.ndarray) and all(isinstance(s, slice) for s in slices):
+            ends = [s.indices(n) for s, n in zip(slices, self.array.shape)]
+            (y0, y1, down), (x0, x1, right) = ends
+            if part.size and down > 0 and right > 0:
+                steps = [["crop", x0, y0, x1, y1]]
+                if (down, right) != (1, 1):  # as near as Pillow comes to it
+                    whole = 0.0, 0.0, float(x1 - x0), float(y1 - y0)
+                    steps.append(["pil", *part.shape[1::-1], Image.NEAREST, *whole, None])
+                self.origins.made(part, self.array, *steps)
+        return part
 
 
 def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
@@ -215,27 +248,22 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
         image = old(path, *rest, **options)
         if w.is_own(path):
             w.reloaded.add(digest(flat(image)))
-        elif str(path) == w.path:
-            image.info[STEPS] = []
         return image
 
     @instead_of(Image.Image, "crop")
     def _(old, image, box=None):
         box = (0, 0, *image.size) if box is None else w.fit(box, *image.size)
-        return w.step(image, old(image, box), *box)
+        result = old(image, box)
+        w.origins.made(result, image, ["crop", *box])
+        return result
 
     @instead_of(Image.Image, "resize")
     def _(old, image, size, resample=None, box=None, reducing_gap=None):
         result = old(image, size, resample, box, reducing_gap)
-        corners = (float(v) for v in box or (0, 0, *image.size))
-        return w.step(image, result, *corners, *result.size, resample, reducing_gap)
-
-    @instead_of(Image.Image, "thumbnail")  # it resizes a hidden copy
-    def _(old, image, *rest, **options):
-        before = image.size
-        old(image, *rest, **options)
-        if image.size != before and STEPS in image.info:
-            image.info[STEPS] = w.latest
+        corners = [float(v) for v in box or (0, 0, *image.size)]
+        step = ["pil", *result.size, resample, *corners, reducing_gap]
+        w.origins.made(result, image, step)
+        return result
 
     @instead_of(Image.Image, "save")
     def _(old, image, file, format=None, **options):
@@ -254,9 +282,34 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
     def _(old, image, *_, **__):
         w.show(image, "show")
 
-    @instead_of(Image, "fromarray")
-    def _(old, array, *rest, **options):
-        return w.with_origin(old(array, *rest, **options), array)
+    @instead_of(ImageFont, "truetype")
+    def _(old, font=None, size=10, *rest, **options):
+        try:
+            return old(font, size, *rest, **options)
+        except OSError:
+            w.note(f"font {str(font)[-80:]} not found: took the default")
+            return ImageFont.load_default(size)
+
+    @instead_of(os, "mkdir")  # os.makedirs and Path.mkdir call it
+    def _(old, path, *rest, **options):
+        whole = os.path.abspath(path)
+        if whole.startswith(w.folder + "/") or os.access(path, os.F_OK):
+            return old(path, *rest, **options)
+        parents = map(str, [whole, *Path(whole).parents])
+        w.made_up |= {parent for parent in parents if not os.access(parent, os.F_OK)}
+        w.note(f"{str(path)[-80:]} is outside; what is saved there goes to the working folder")
+
+    for name in "stat", "listdir", "scandir":
+        instead_of(os, name)(lambda old, path=".", **options: old(w.meant(path), **options))
+
+    for owner, name in (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"):
+
+        @instead_of(owner, name)
+        def _(old, path, *rest, **options):
+            path = w.meant(path)
+            if "dir_fd" not in options and not os.path.abspath(path).startswith(w.folder + "/"):
+                raise PermissionError(f"{str(path)[-80:]} is not in the working folder")
+            return old(path, *rest, **options)
 
     if cv2 := sys.modules.get("cv2"):
 
@@ -269,6 +322,16 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
             elif w.is_own(path):
                 w.reloaded.add(digest(flat(w.from_array(pixels))))
             return pixels
+
+        @instead_of(cv2, "resize")
+        def _(old, src, dsize=None, *rest, **options):
+            result = old(src, dsize, *rest, **options)
+            named = dict(zip(("dst", "fx", "fy", "interpolation"), rest)) | options
+            size = [0, 0] if dsize is None else map(int, dsize)
+            factors = [float(named.get(name, 0)) for name in ("fx", "fy")]
+            step = ["cv2", *size, *factors, int(named.get("interpolation", cv2.INTER_LINEAR))]
+            w.origins.made(result, src, step)
+            return result
 
         @instead_of(cv2, "imwrite")
         def _(old, file, pixels, *rest):
@@ -297,6 +360,6 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
             old(figure, path, *rest, **options)
             w.drawn.add(figure)
             if path in w.shown:  # matplotlib saves through Pillow
-                w.shown[path] = (*w.shown[path][:2], "figure")
+                w.shown[path][2].update(source="figure", steps=None)
 
     return kinder

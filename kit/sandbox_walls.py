@@ -19,8 +19,9 @@ import resource
 import signal
 import struct
 import sys
+import zlib
 
-from PIL import Image
+import numpy as np
 
 WALLS = {"files", "calls", "rights", "sizes", "disk"}  # what `lock_in` can put up
 MACHINE = os.uname().machine
@@ -34,7 +35,14 @@ SECCOMP_MODE_FILTER = 2  # seccomp.h, as the line above
 X32_SYSCALL_BIT = 0x40000000  # unistd.h of x86-64: every call has a second number, with this bit
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16  # seccomp.h: offsets in struct seccomp_data
 BPF_LOAD, BPF_AND, BPF_JEQ, BPF_JGE, BPF_RET = 0x20, 0x54, 0x15, 0x35, 0x06  # filter.h
-F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 15, 0x8901, 0x8902  # fcntl.h, sockios.h
+TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # ioctls.h
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000  # sched.h
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000  # mount.h
 CAPABILITY_VERSION_3, CAPABILITIES = 0x20080522, 64  # capability.h
@@ -63,26 +71,28 @@ memfd_create 319 279, memfd_secret 447 447, open_by_handle_at 304 265, name_to_h
 fanotify_init 300 262, inotify_init 253 -1, inotify_init1 294 26, personality 135 92,
 truncate 76 45, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, setxattrat 463 463,
 removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, removexattrat 466 466,
-file_setattr 469 469"""
+file_setattr 469 469, io_setup 206 0, sync 162 81, syncfs 306 267, modify_ldt 154 -1"""
 ABSENT = "clone3 435 435, openat2 437 437"  # the C library then falls back to clone and openat
-# Landlock does not see these calls, and shutil.copy must not fail over them: they do nothing.
+# Landlock does not see these calls, and shutil.copy must not fail over them: they do nothing. With
+# flock, a library's file would be a channel between sandboxes.
 PRETENDED = """chmod 90 -1, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -1,
 lchown 94 -1, fchown 93 55, fchownat 260 54, utime 132 -1, utimes 235 -1, futimesat 261 -1,
-utimensat 280 88"""
+utimensat 280 88, flock 73 32"""
 ALL_BITS = 0xFFFFFFFF
 OPENS = os.O_ACCMODE | os.O_TRUNC  # opening a file only to read may empty it all the same
-# A call, the place of one argument, the bits of it that count, a value. The call is refused if they
-# have this value (True), or if they have another (False).
+# A call, the place of one argument, the bits of it that count, and the values that they may "only"
+# or may "not" have. Python's own I/O needs no more requests of fcntl and ioctl than these; others
+# write, lock, or send signals.
+FCNTLS = [fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC]
+FCNTLS += [fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL]
+IOCTLS = [TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX]
 FILTERED = [
-    ("prctl 157 167", 0, ALL_BITS, PR_SET_PDEATHSIG, True),
-    ("prlimit64 302 261", 0, ALL_BITS, 0, False),  # 0: the process itself
-    ("open 2 -1", 1, OPENS, os.O_TRUNC, True),
-    ("openat 257 56", 2, OPENS, os.O_TRUNC, True),
-    ("fcntl 72 25", 1, ALL_BITS, fcntl.F_SETOWN, True),  # who gets a signal, and which one,
-    ("fcntl 72 25", 1, ALL_BITS, fcntl.F_SETSIG, True),  # when a file has data
-    ("fcntl 72 25", 1, ALL_BITS, F_SETOWN_EX, True),
-    ("ioctl 16 29", 1, ALL_BITS, FIOSETOWN, True),
-    ("ioctl 16 29", 1, ALL_BITS, SIOCSPGRP, True),
+    ("prctl 157 167", 0, ALL_BITS, "not", [PR_SET_PDEATHSIG]),
+    ("prlimit64 302 261", 0, ALL_BITS, "only", [0]),  # 0: the process itself
+    ("open 2 -1", 1, OPENS, "not", [os.O_TRUNC]),
+    ("openat 257 56", 2, OPENS, "not", [os.O_TRUNC]),
+    ("fcntl 72 25", 1, ALL_BITS, "only", FCNTLS),
+    ("ioctl 16 29", 1, ALL_BITS, "only", IOCTLS),
 ]
 
 
@@ -96,21 +106,24 @@ def missing_walls() -> dict[str, str]:
     return missing
 
 
-def lock_in(setup: dict, folder: str, image: Image.Image, parent: int) -> dict[str, str]:
+def lock_in(setup: dict, folder: str, pixels: bytes, parent: int) -> dict[str, str]:
     """Put up the walls, in the one order that works. Returns each wall -> what stands there.
 
-    setup: the limits, and which "walls" to put up. parent: the pid of the server. Raises OSError
-    if a wall does not go up.
+    setup: the limits, which "walls" to put up, the image's size ("shape"). pixels: in RGB. parent:
+    the pid of the server. Raises OSError if a wall does not go up.
     """
     stand = dict.fromkeys(sorted(WALLS), "none")
     written("/proc/self/oom_score_adj", "1000")  # when memory runs out, the trainer goes last
-    size = setup["disk"] + 3 * image.width * image.height + (1 << 20)
-    private = "disk" in setup["walls"] and private_disk(folder, size)
-    stand["disk"] = f"private tmpfs, {size >> 20} MB" if private else "polled quota"
+    size, large = tuple(setup["shape"]), room(setup["shape"])
+    disk = setup["disk"] + 4 * large + (1 << 20)
+    private = "disk" in setup["walls"] and private_disk(folder, disk)
+    stand["disk"] = f"private tmpfs, {disk >> 20} MB" if private else "polled quota"
     os.mkdir(f"{folder}/work")
-    image.save(f"{folder}/image.png", compress_level=0)  # no metadata, and a name that says nothing
+    with open(f"{folder}/image.png", "wb") as file:  # no metadata, and a name that says nothing
+        file.writelines(png(size, pixels))
+    os.symlink("../image.png", f"{folder}/work/image.png")  # where code looks; it may replace it
     if "sizes" in setup["walls"]:
-        limit_sizes(setup["memory"], setup["file"])
+        limit_sizes(setup["memory"], setup["file"] + large)
         stand["sizes"] = f"rlimits, {setup['memory'] >> 20} MB of memory"
     if "rights" in setup["walls"]:
         for capability in range(CAPABILITIES):
@@ -126,6 +139,33 @@ def lock_in(setup: dict, folder: str, image: Image.Image, parent: int) -> dict[s
     if "calls" in setup["walls"]:
         stand["calls"] = seccomp()
     return stand
+
+
+def room(size: tuple[int, int]) -> int:
+    """Bytes in a file with a picture as large as the input, which limits grow by: 4 channels. The
+    disk holds the input's and three more."""
+    return 4 * size[0] * size[1]
+
+
+def png(size: tuple[int, int], pixels: bytes) -> list[bytes]:
+    """The parts of an uncompressed PNG file. Pillow looks for the best filter of each row even if
+    it is not to compress: seconds for 8K. Here each row is a stored block of the deflate format: no
+    bit, its length and the complement of that; then comes the row's filter, 0, and the row."""
+    (w, h), length = size, 1 + 3 * size[0]
+    rows = np.empty((h, 5 + length), np.uint8)
+    rows[:, :6] = np.frombuffer(struct.pack("<BHHB", 0, length, 0xFFFF - length, 0), np.uint8)
+    rows[:, 6:] = np.frombuffer(pixels, np.uint8).reshape(h, 3 * w)
+    rows[-1, 0] = 1  # the last block
+    adler = 1
+    for row in rows:
+        adler = zlib.adler32(row[5:], adler)
+    data = b"".join([b"\x78\x01", rows, struct.pack(">I", adler)])
+    header = struct.pack(">2I5B", w, h, 8, 2, 0, 0, 0)
+    parts = [b"\x89PNG\r\n\x1a\n"]
+    for kind, body in (b"IHDR", header), (b"IDAT", data), (b"IEND", b""):
+        parts += [struct.pack(">I", len(body)), kind, body]
+        parts.append(struct.pack(">I", zlib.crc32(body, zlib.crc32(kind))))
+    return parts
 
 
 def check(result: int, what: str) -> int:
@@ -189,8 +229,7 @@ def landlock(folder: str) -> str:
     rules = libc.syscall(LANDLOCK_CREATE_RULESET, ruleset, size, ctypes.c_uint(0))
     check(rules, "landlock_create_ruleset")
     system = "/usr /lib /lib64 /etc/ld.so.cache /etc/fonts /dev/null /dev/zero /dev/urandom".split()
-    packages = [path for path in sys.path if path.endswith("-packages")]
-    readable = [*system, sys.prefix, sys.base_prefix, *packages, folder]
+    readable = [*system, sys.prefix, sys.base_prefix, *sys.path, folder]
     rights = {path: READ if os.path.isdir(path) else READ_FILE for path in readable}
     for path, allowed in (rights | {f"{folder}/work": READ | WRITE}).items():
         if os.path.exists(path):
@@ -230,12 +269,14 @@ def call_filter() -> bytes:
     for table, error in (REFUSED, errno.EPERM), (ABSENT, errno.ENOSYS), (PRETENDED, 0):
         for number in numbers(table):
             program += line(BPF_JEQ, number, 0, 1) + refuse(error)
-    for table, argument, bits, value, if_equal in FILTERED:
+    allow, eperm = line(BPF_RET, SECCOMP_RET_ALLOW), refuse(errno.EPERM)
+    for table, argument, bits, rule, values in FILTERED:
+        listed, other = (eperm, allow) if rule == "not" else (allow, eperm)
+        check = line(BPF_LOAD, ARGUMENTS_AT + 8 * argument) + line(BPF_AND, bits)
+        check += b"".join(line(BPF_JEQ, value, 0, 1) + listed for value in values) + other
         for number in numbers(table):
-            program += line(BPF_JEQ, number, 0, 5) + line(BPF_LOAD, ARGUMENTS_AT + 8 * argument)
-            program += line(BPF_AND, bits) + line(BPF_JEQ, value, not if_equal, if_equal)
-            program += refuse(errno.EPERM) + line(BPF_LOAD, NUMBER_AT)
-    return program + line(BPF_RET, SECCOMP_RET_ALLOW)
+            program += line(BPF_JEQ, number, 0, len(check) // len(allow)) + check
+    return program + allow
 
 
 FILTER = call_filter() if MACHINE in AUDIT_ARCH else b""  # made once, for all workers

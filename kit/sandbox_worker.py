@@ -17,17 +17,19 @@ import io
 import itertools
 import math
 import os
+import random
 import signal
 import sys
 import tempfile
 import traceback
+import types
 import warnings
 
 import numpy as np
 from PIL import Image
 
 from kit.sandbox_repair import forbidden_call, repair, rewrite
-from kit.sandbox_stand_ins import PICTURES, STEPS, Recorder, stand_ins, true_open
+from kit.sandbox_stand_ins import PICTURES, Parts, Recorder, stand_ins, true_open
 
 
 class Output(io.BytesIO):
@@ -52,12 +54,20 @@ class Worker(Recorder):
     """Runs code in one lasting namespace, with kinder stand-ins for a few functions."""
 
     def __init__(self, setup: dict, folder: str, names: dict, image: Image.Image):
-        super().__init__(setup, folder, image.size)
+        super().__init__(setup, folder, image)
         tempfile.tempdir = os.environ["HOME"] = os.environ["TMPDIR"] = self.folder
         warnings.simplefilter("ignore")
-        image.info[STEPS] = []
+        random.seed(0)  # what code shows should not differ from run to run
+        np.random.seed(0)
         self.names = names | {"image": image, "image_path": self.path}
-        self.files, self.builtins, self.stand_ins = {}, dict(vars(builtins)), stand_ins(self)
+        self.files, self.builtins = self.listing(), dict(vars(builtins))
+        self.stand_ins = stand_ins(self)
+        notebook, shows = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+        notebook.display, shows.display = shows, self.display
+        notebook.version_info, notebook.get_ipython = (9, 0), lambda: None  # matplotlib asks
+        shows.Image = lambda data=None, filename=None, **_: Image.open(filename or io.BytesIO(data))
+        shows.HTML = shows.Markdown = shows.clear_output = lambda *_, **__: None
+        sys.modules |= {"IPython": notebook, "IPython.display": shows}
 
     def run(self, code: str) -> tuple[dict, bytes]:
         """One call: the reply to the trainer (but for its id), and the pixels that follow it."""
@@ -75,7 +85,6 @@ class Worker(Recorder):
                 self.reset()  # it may have replaced what describes it
                 self.error = self.error or self.describe(problem)
         self.reset()
-        shown = [(self.resized(image), source) for _, image, source in self.shown.values()]
         for count, what in (self.more, "images"), (self.output.lost, "bytes of output"):
             if count:
                 self.note(f"{count} more {what} not shown")
@@ -85,9 +94,9 @@ class Worker(Recorder):
             "blocked": (self.error or "").startswith("Blocked: "),
             "flags": sorted(self.flags),
             "notes": self.notes,
-            "images": [{"size": i.size, "source": s, "steps": i.info.get(STEPS)} for i, s in shown],
+            "images": [facts for _, _, facts in self.shown.values()],
         }
-        return reply, b"".join(image.tobytes() for image, _ in shown)
+        return reply, b"".join(image.tobytes() for _, image, _ in self.shown.values())
 
     def reset(self) -> None:
         """Undo what code may have done to the interpreter: for order, not for safety."""
@@ -106,13 +115,13 @@ class Worker(Recorder):
         code, self.notes = repair(code)
         tree = ast.parse(code, "<code>")
         if call := forbidden_call(tree):
-            refused = "deleting, moving, renaming and starting processes is refused"
+            refused = "moving, renaming and starting processes is refused"
             self.error = f"Blocked: {call}; {refused}"
             return
         self.bgr = (self.bgr or "imread" in code) and "2RGB" not in code
         self.names |= {"open": self.open, "input": self.input, "display": self.display}
         self.names |= {"__display__": self.display, "__return__": self.leave}  # see `rewrite`
-        self.names |= {"__lower__": self.lower, "__whole__": self.whole}
+        self.names |= {"__lower__": self.lower, "__whole__": self.whole, "__parts__": self.parts}
         exec(compile(rewrite(tree), "<code>", "exec"), self.names)
 
     def collect(self) -> None:
@@ -160,18 +169,6 @@ class Worker(Recorder):
             text = where = ""
         return f"{type(problem).__name__}: {text}"[: self.limits["error"] - len(where)] + where
 
-    def resized(self, image: Image.Image) -> Image.Image:
-        """Shrunk or enlarged to what a vision encoder takes."""
-        (w, h), longest, shortest = image.size, self.limits["longest"], self.limits["shortest"]
-        if (side := max(w, h)) > longest:
-            w, h = math.ceil(w * longest / side), math.ceil(h * longest / side)
-        if (side := min(w, h)) < shortest:
-            w, h = round(w * shortest / side), round(h * shortest / side)
-        if (w, h) == image.size:
-            return image
-        self.note(f"image resized from {image.width}x{image.height} to {w}x{h}")
-        return image.resize((w, h))
-
     # What the code finds under other names.
 
     def input(self, *_) -> None:
@@ -197,6 +194,11 @@ class Worker(Recorder):
             self.note("slice bounds rounded to whole pixels")
             return towards(bound)
         return bound
+
+    def parts(self, value: object) -> object:
+        """What code cuts slices out of: an array remembers them."""
+        pictures = isinstance(value, np.ndarray) and value.ndim in (2, 3)
+        return Parts(value, self.origins) if pictures else value
 
     def lower(self, bound: object) -> object:
         """The start of a slice: numpy would count a negative one from the far end."""

@@ -387,6 +387,8 @@ ROWS = {
     "signals of choice": ("calls", "import fcntl; fcntl.fcntl(0, fcntl.F_SETSIG, 9)"),
     "signals by a socket": ("calls", "import fcntl, struct; "
                                      "fcntl.ioctl(3, 0x8901, struct.pack('i', os.getpid()))"),
+    "attributes of a file": ("calls", "import fcntl; fcntl.ioctl(3, 0x5452, bytes(4))"),
+    "lock on a file": ("calls", "import fcntl; fcntl.lockf(open(np.__file__), fcntl.LOCK_SH)"),
     "prlimit": ("calls", "import resource; resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)"),
     "priority": ("calls", "os.setpriority(os.PRIO_PROCESS, 0, 10)"),
     "signal": ("calls files", "getattr(os, 'kill')(os.getppid(), 0)"),
@@ -396,7 +398,7 @@ ROWS = {
     "symlink": ("files", "os.symlink('/etc/passwd', 'l')"),
     "empty by name": ("calls files", "os.truncate('OUTSIDE/victim', 0)"),
     "empty by reading": ("calls files", "os.open('OUTSIDE/victim', os.O_RDONLY | os.O_TRUNC)"),
-    "delete": ("files", "getattr(os, 'unlink')('OUTSIDE/victim')"),
+    "delete": ("files", "import posix; posix.unlink('OUTSIDE/victim')"),
     "capabilities": ("rights", "os.close(os.open('m', os.O_CREAT, 0)); open('m')"),
     "memory": ("sizes", "import mmap; mmap.mmap(-1, 3 << 30)"),
     "file size": ("sizes", "open('f', 'wb').write(bytes(20 << 20))"),
@@ -491,7 +493,7 @@ for fd in range(256):
 print('CODEV_SECRET' in names, found, {'pytest', 'torch', 'hypothesis'} & set(sys.modules))
 print(os.environ['HOME'] == os.getcwd() == tempfile.gettempdir(), os.listdir('.'))""")
     os.close(leak)
-    assert seen.text == "False [0, 1, 2, 3] set()\nTrue []\n", seen
+    assert seen.text == "False [0, 1, 2, 3] set()\nTrue ['image.png']\n", seen
 
 
 def test_neither_server_nor_code_imports_the_trainer():
@@ -551,6 +553,110 @@ def test_a_killed_server_is_nobodys_fault_and_everything_recovers():
             assert after.notes == ["restarted: variables and files are gone"]
             assert not again.run("1").restarted
     assert not remains()  # the dead server's folder was swept
+
+
+def test_what_our_failure_lost_is_no_red_line_once():
+    with Sandbox(PICTURE) as box:
+        for code, ours in ("kept", True), ("open('f.txt')", True), ("1 / 0", False):
+            box.run("kept = 1; open('f.txt', 'w').close()")
+            sandbox_server._server.process.kill()
+            assert eventually(lambda: sandbox.ready(box.pidfd))
+            seen = box.run(code)
+            assert seen.restarted and bool(seen.environment) is ours, seen
+            assert seen.red_lines == ([] if ours else ["sandbox_error"])
+            assert box.run(code).red_lines == ["sandbox_error"]  # it has been told
+        box.run("import os; os._exit(1)")
+        assert box.run("kept").red_lines == ["sandbox_error"]  # its own doing
+
+
+@pytest.fixture
+def refusing_server(monkeypatch, tmp_path):
+    """A server that refuses forks, or folders, while a file of that name exists."""
+    for what in "fork", "mkdtemp":
+        (tmp_path / what).touch()
+    refuse = f"""
+import os, tempfile
+def refusing(name, function):
+    def either(*args, **options):
+        if os.path.exists({str(tmp_path)!r} + "/" + name + ".on"):
+            raise OSError(11, name + " refused")
+        return function(*args, **options)
+    return either
+os.fork = refusing("fork", os.fork)
+tempfile.mkdtemp = refusing("mkdtemp", tempfile.mkdtemp)
+serve("""
+    monkeypatch.setattr(sandbox_server, "DOOR", sandbox_server.DOOR.replace("\nserve(", refuse))
+    sandbox_server._server.process.kill()
+    sandbox_server._server.process.wait()
+    yield tmp_path
+    sandbox_server._server.process.kill()
+    sandbox_server._server.process.wait()
+
+
+@pytest.mark.parametrize("what", ["fork", "mkdtemp"])
+def test_a_refused_fork_or_folder_costs_one_start(refusing_server, what):
+    with Sandbox(PICTURE) as live, Sandbox(PICTURE) as late:
+        live.run("kept = 1")
+        (refusing_server / f"{what}.on").touch()
+        seen = late.run("print(2)")
+        assert f"{what} refused" in seen.environment and not seen.red_lines, seen
+        assert live.run("print(kept)").text == "1\n"
+        (refusing_server / f"{what}.on").unlink()
+        assert late.run("print(2)").text == "2\n" and live.run("print(kept)").text == "1\n"
+    assert not remains()
+
+
+def test_a_start_is_bounded_while_the_server_hangs_and_others_live():
+    with Sandbox(PICTURE) as live, Sandbox(PICTURE, Limits(start=0.3)) as late:
+        live.run("kept = 1")
+        server = sandbox_server._server.process
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            seen = late.run("1")
+            assert "did not start" in seen.environment and seen.seconds < 5, seen
+            assert live.run("print(kept)").text == "1\n"
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        late.limits = Limits()
+        assert late.run("print(2)").text == "2\n" and live.run("print(kept)").text == "1\n"
+        assert sandbox_server._server.process is server
+
+
+def test_a_sandbox_that_is_dropped_is_cleaned_up():
+    files = None
+    for _ in range(3):
+        box = Sandbox(PICTURE)
+        box.run("open('f.txt', 'w').write('x')")
+        pid = box.pid
+        del box
+        assert eventually(lambda pid=pid: pid not in processes()) and not remains()
+        files, before = descriptors(), files
+    assert files == before
+    with Sandbox(PICTURE) as box:
+        assert box.run("print(1)").text == "1\n"  # the server answers as before
+
+
+ELSEWHERE = """
+import sys
+none = "sys.path = [path for path in sys.path if not path.endswith('-packages')]"
+exec(none)
+sys.path += [sys.argv[1], sys.argv[2]]
+from kit import sandbox_server
+sandbox_server.DOOR = f"import sys; {none}" + sandbox_server.DOOR
+import sandbox
+from PIL import Image
+with sandbox.Sandbox(Image.new("RGB", (64, 64))) as box:
+    print(box.run("import PIL.ImageCms; print(np.ones(3).sum())"))
+"""
+
+
+def test_libraries_in_any_folder_of_the_path_are_found(tmp_path):
+    """Where PYTHONPATH names a folder that is not called site-packages, and -I forgets it."""
+    os.symlink(os.path.dirname(os.path.dirname(np.__file__)), tmp_path / "libs")
+    arguments = [os.path.dirname(sandbox.__file__), str(tmp_path / "libs")]
+    command = [sys.executable, "-c", ELSEWHERE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "text='3.0\\n'" in done.stdout and "error=None" in done.stdout, done
 
 
 def test_a_worker_killed_from_outside_is_not_to_blame():
@@ -643,8 +749,9 @@ def test_many_trajectories_in_many_threads_do_not_mix():
         with Sandbox(image) as box:
             box.run(f"secret = {i}; open('{i}.txt', 'w').write('{i}')")
             image_of_it = box.run("Image.new('RGB', (40, 40), (secret, 0, 0))").images[0]
-            seen = box.run("print(secret, os.listdir('.'))")
-            return seen.text == f"{i} ['{i}.txt']\n" and image_of_it.getpixel((0, 0))[0] == i
+            seen = box.run("print(secret, sorted(os.listdir('.')))")
+            files = f"['{i}.txt', 'image.png']"
+            return seen.text == f"{i} {files}\n" and image_of_it.getpixel((0, 0))[0] == i
 
     def resident():
         with open("/proc/self/statm") as file:
@@ -709,7 +816,7 @@ def test_a_wall_that_does_not_go_up_keeps_the_worker_from_starting():
     with Sandbox(PICTURE) as box:
         if "tmpfs" not in box.protection["disk"]:
             return
-    tiny = 8192 - (1 << 20) - 3 * 800 * 600  # the input image will not fit on this disk
+    tiny = 8192 - (1 << 20) - 16 * 800 * 600  # the input image will not fit on this disk
     with Sandbox(PICTURE, Limits(disk=tiny)) as box:
         seen = box.run("print(1)")
         assert "No space left" in seen.environment and not seen.text and not seen.red_lines, seen

@@ -1,0 +1,325 @@
+"""
+sandbox_looks.py: where a picture's pixels come from: found, remembered, or edited.
+
+Concept     A look may be a slice, a buffer, a file, a resize. Exact pixels are searched for in the
+            input; resizes are remembered where they are made; an edit must follow the crop.
+Paper       nothing: CodeV judges what a tool showed; which pixels those are is left to the sandbox
+In          pictures and what was done to them
+Out         steps that lead from the input to a picture; whether a picture is a crop, edited
+Left out    rotations by other than quarter turns, warps; trust: the trainer repeats every step
+Read next   sandbox.verified (who repeats the steps), sandbox_stand_ins.py (who remembers them)
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from kit.boxes import Box, outwards
+
+MOST_STEPS = 24  # ours: steps that the trainer repeats to verify one image; crops in a row are one
+MOST_WORK = 1 << 25  # ours: pixels that it is willing to make for that
+MOST_SIDE = 1 << 14  # ours: pixels, a side of what it makes
+UPRIGHT = "1+0j 0+1j"  # the way of a crop that is neither turned nor flipped: its right, its down
+COARSEST = 2.1  # ours: half the resolution (JPEG halves that of colour), and room for odd sizes
+
+# The eight ways to lay a picture down: as it is, then as in Image.Transpose, in its order.
+TURNS = [
+    lambda a: a,
+    lambda a: a[:, ::-1],
+    lambda a: a[::-1],
+    lambda a: np.rot90(a),
+    lambda a: np.rot90(a, 2),
+    lambda a: np.rot90(a, 3),
+    lambda a: a.swapaxes(0, 1),
+    lambda a: np.rot90(a, 2).swapaxes(0, 1),
+]
+BACK = [0, 1, 2, 5, 4, 3, 6, 7]  # the turn that undoes each of them
+LONGEST = 512  # ours: pixels, the longer side at which an edit is looked at, which bounds its cost
+WINDOW = 16  # ours: pixels, the side of a window in which an edit must follow the crop
+LEAST_CORRELATION = 0.9  # ours, by tests/looks.py: honest edits have at least .92, most .97
+MOST_STRANGE = 20  # ours, of 255: honest edits leave at most 16 unexplained, drawings 22 to 100
+MOST_LOST = 0.5  # ours: a denoised crop loses at most .46 of its detail, a mosaic of 4 pixels .54
+
+
+def find(part: np.ndarray, whole: np.ndarray) -> list[list] | None:
+    """The steps to where `part` stands in `whole`, perhaps turned or with red and blue swapped.
+
+    Both [h, w, 3], uint8. Green is the same in RGB and BGR: the places of part's rarest green are
+    candidates, and fifteen more pixels leave few of them. A picture of one colour is found nowhere.
+    """
+    counts = np.bincount(part[..., 1].ravel(), minlength=256)
+    rarest = int(np.where(counts, counts, part.size).argmin())
+    if (part == part[0, 0]).all():
+        return None
+    ys, xs = np.nonzero(whole[..., 1] == rarest)
+    tries = 16  # ours: full comparisons, which bounds the cost
+    for turn, lay in enumerate(TURNS):
+        turned = lay(part)
+        h, w = turned.shape[:2]
+        first, column = divmod(int((turned[..., 1] == rarest).argmax()), w)
+        inside = (ys >= first) & (ys - first <= whole.shape[0] - h)
+        inside &= (xs >= column) & (xs - column <= whole.shape[1] - w)
+        y, x = ys[inside] - first, xs[inside] - column
+        for k in range(15):
+            dy, dx = (k * 7 + 3) % 16 * h // 16, (k * 11 + 5) % 16 * w // 16
+            same = whole[y + dy, x + dx, 1] == turned[dy, dx, 1]
+            y, x = y[same], x[same]
+        for y0, x0 in zip(y[:tries].tolist(), x[:tries].tolist()):
+            if same_pixels(whole[y0 : y0 + h, x0 : x0 + w], turned):
+                back = [["turn", BACK[turn] - 1]] * (turn > 0)
+                return [["crop", x0, y0, x0 + w, y0 + h], *back]
+        tries -= len(y[:tries])
+    return None
+
+
+def same_pixels(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal in RGB, or if one of them is in BGR."""
+    if a.shape != b.shape or not np.array_equal(a[..., 1], b[..., 1]):
+        return False
+    return np.array_equal(a, b) or np.array_equal(a, b[..., ::-1])
+
+
+class Crop(NamedTuple):
+    image: Image.Image
+    box: Box
+    way: str
+
+
+def repeated(original: Image.Image, steps: object) -> Crop | None:
+    """What these steps lead to. None if they are none, or too much work, or lose too much.
+
+    crop    x0, y0, x1, y1                                whole pixels of the image before it
+    turn    method                                        of Image.Transpose
+    pil     w, h, filter, x0, y0, x1, y1, gap             Image.resize of that region
+    cv2     w, h, fx, fy, interpolation                   cv2.resize, with w = h = 0 for factors
+
+    Detail: a chain has no box if somewhere on the way a pixel stands for more than COARSEST times
+    as many pixels of the original, in a row or column, as one of those shown, or as one of its own.
+    """
+    try:
+        return _repeated(original, steps)
+    except (TypeError, ValueError, OverflowError, ImportError):
+        return None  # not even steps
+
+
+def _repeated(original: Image.Image, steps: list[list]) -> Crop:
+    if not isinstance(steps, list) or len(steps) > MOST_STEPS:
+        raise ValueError(f"expected at most {MOST_STEPS} steps")
+    image, work, coarse, coarsest = original, 0, (1.0, 1.0), (1.0, 1.0)
+    corner, right, down = 0j, 1 + 0j, 1j  # in the original: of the image, and its steps by a pixel
+    for name, *values in steps:
+        w, h = image.size
+        if not all(v is None or type(v) in (int, float) and abs(v) <= MOST_SIDE for v in values):
+            raise ValueError("a step of odd numbers")
+        x0, y0, x1, y1 = {"crop": values, "pil": values[3:7]}.get(name, (0, 0, w, h))
+        if not (0 <= x0 < x1 <= w and 0 <= y0 < y1 <= h):
+            raise ValueError("a step that leaves the image")
+        corner += x0 * right + y0 * down
+        if name == "crop":
+            image = image.crop((x0, y0, x1, y1))
+        elif name == "turn":
+            (method,) = values
+            image = image.transpose(Image.Transpose(method))
+            if method in (0, 2, 3, 6):
+                corner, right = corner + w * right, -right
+            if method in (1, 3, 4, 6):
+                corner, down = corner + h * down, -down
+            if method in (2, 4, 5, 6):
+                right, down = down, right
+        else:
+            to_w, to_h, *how = values
+            if name == "cv2":
+                to_w, to_h = (to_w, to_h) if to_w else (round(how[0] * w), round(how[1] * h))
+            work += to_w * max(to_h, h)
+            if work > MOST_WORK or not 1 <= min(to_w, to_h) <= max(to_w, to_h) <= MOST_SIDE:
+                raise ValueError("too much work")
+            right, down = right * (x1 - x0) / to_w, down * (y1 - y0) / to_h
+            if name == "pil":
+                image = image.resize((to_w, to_h), how[0], (x0, y0, x1, y1), how[5])
+            else:
+                image = cv2_resized(image, *values)
+        coarse = abs((right + down).real), abs((right + down).imag)
+        coarsest = max(coarsest[0], coarse[0]), max(coarsest[1], coarse[1])
+    if any(worst > COARSEST * max(1, last) for worst, last in zip(coarsest, coarse)):
+        raise ValueError("detail was thrown away")
+    end = corner + image.width * right + image.height * down
+    (x0, x1), (y0, y1) = sorted((corner.real, end.real)), sorted((corner.imag, end.imag))
+    # 127.9999999 is 128: floats are not exact.
+    box = outwards(x0 + 1e-6, y0 + 1e-6, x1 - 1e-6, y1 - 1e-6)
+    return Crop(image, box, f"{right / abs(right):.0f} {down / abs(down):.0f}")
+
+
+def cv2_resized(image, w, h, fx, fy, how):
+    import cv2  # not everywhere; then these crops have no box
+
+    if how not in range(7):
+        raise ValueError("no filter")
+    return Image.fromarray(
+        cv2.resize(np.asarray(image), (w, h) if w else None, fx=fx, fy=fy, interpolation=how)
+    )
+
+
+class Origins:
+    """How each picture that the code makes came from the input. A claim: the trainer checks it."""
+
+    def __init__(self, image: Image.Image):
+        self.image, self.whole = image, None  # the array is made when it is needed
+        self.known: dict[tuple, list] = {}  # size and some pixels -> steps
+        self.sizes: dict[tuple, list] = {}  # size -> steps of the newest such picture, newest last
+        self.keep(image, [])
+        self.begin()
+
+    def begin(self) -> None:
+        """A call begins. What is remembered in it, and searched for, is bounded."""
+        self.memories, self.searches = 2000, 20
+
+    def keep(self, picture: object, steps: list) -> None:
+        if (pixels := some_pixels(picture)) is not None:
+            size = size_of(picture)
+            self.known[size, pixels.tobytes()] = steps
+            self.sizes.pop(size, None)
+            self.sizes[size] = steps
+
+    def made(self, result: object, source: object, *added: list) -> None:
+        """Remember that these steps led from `source` to `result`; crops in a row are one."""
+        self.memories -= 1
+        if self.memories < 0 or (steps := self.of(source)) is None:
+            return
+        for step in added:
+            if step[0] == "crop" and steps and steps[-1][0] == "crop":
+                *steps, (_, x0, y0, _, _) = steps
+                step = ["crop", step[1] + x0, step[2] + y0, step[3] + x0, step[4] + y0]
+            steps = [*steps, step]
+        self.keep(result, steps)
+
+    def of(self, picture: object) -> list | None:
+        """The steps to this picture: remembered, or found in the input, or else those of the newest
+        picture with its proportions, which it may be an edit of. None: it is like nothing known."""
+        if (pixels := some_pixels(picture)) is None:
+            return None
+        w, h = size_of(picture)
+        for turn, lay in enumerate(TURNS):
+            turned = (h, w) if turn in (3, 5, 6, 7) else (w, h)
+            if (steps := self.known.get((turned, lay(pixels).tobytes()))) is not None:
+                return [*steps, *[["turn", BACK[turn] - 1]] * (turn > 0)]
+        array = np.asarray(picture)
+        if self.searches and array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3:
+            self.searches -= 1
+            self.whole = np.asarray(self.image) if self.whole is None else self.whole
+            if steps := find(array, self.whole):
+                return steps
+        for (wide, high), steps in reversed(self.sizes.items()):
+            if abs(w * high - h * wide) <= max(w, h, wide, high):  # up to a rounded side
+                resize = ["pil", w, h, Image.BICUBIC, 0.0, 0.0, float(wide), float(high), None]
+                return [*steps, *[resize] * ((w, h) != (wide, high))]
+        return None
+
+
+def size_of(picture: Image.Image | np.ndarray) -> tuple[int, int]:
+    return picture.size if isinstance(picture, Image.Image) else picture.shape[1::-1]
+
+
+def some_pixels(picture: object) -> np.ndarray | None:
+    """64 pixels, [8, 8], each the sum of its channels: the same in RGB and BGR, and turned if the
+    picture is. None for what is no picture."""
+
+    def spread(n: int) -> np.ndarray:
+        near = np.arange(4) * (n - 1) // 7
+        return np.concatenate([near, n - 1 - near[::-1]])
+
+    if isinstance(picture, Image.Image) and min(picture.size):
+        xs, ys = (spread(n).tolist() for n in picture.size)
+        pixels = np.array([[picture.getpixel((x, y)) for x in xs] for y in ys])
+    elif isinstance(picture, np.ndarray) and picture.ndim in (2, 3) and picture.size:
+        pixels = picture[np.ix_(*map(spread, picture.shape[:2]))]
+    else:
+        return None
+    if pixels.dtype.kind not in "uif":
+        return None
+    if pixels.dtype.kind == "f" and pixels.max() <= 1:
+        pixels = (255 * pixels).round()
+    colours = pixels.reshape(8, 8, -1)[..., :3]
+    return (colours.sum(2) * (3 / colours.shape[2])).astype(int)
+
+
+def is_edit(crop: Image.Image, shown: Image.Image) -> bool:
+    """Is `shown` the crop of the same size with another contrast, sharpness, colour, less noise?
+
+    It is if its gray follows that of the crop, by the tone curve that fits best; if it keeps the
+    detail; and if no window holds anything that the crop's own pixels there do not explain.
+    """
+    factor = -(-max(crop.size) // LONGEST)
+    true, seen = (np.asarray(i.reduce(factor), np.float32) for i in (crop, shown))
+    if min(true.shape[:2]) < WINDOW:
+        return False
+    gray, edited = true @ LUMA, seen @ LUMA
+    toned = tone(gray, edited)
+    if edited.std() < 1 or correlation(toned, edited) < LEAST_CORRELATION:
+        return False
+    if min(lost(gray, edited), lost(toned, edited)) > MOST_LOST:
+        return False
+    smooth = np.asarray(crop.reduce(factor).filter(ImageFilter.MedianFilter(3)), np.float32)
+    for channel, weight in enumerate((1, 1, 0.5)):  # blue is seen least
+        x, y = true[..., channel], seen[..., channel]
+        near, box = blur(x, cross=True), blur(x)
+        features = [*np.moveaxis(true, 2, 0), near, box, blur(box), smooth[..., channel]]
+        features += [tone(x, y), tone(gray, y), (2 * x - box).clip(0, 255)]
+        features += [(5 * x - 4 * near).clip(0, 255)]  # sharpened, as is the one before
+        stack = np.stack([*features, y], 2)
+        for offset in 0, WINDOW // 2:  # a mark on the border of windows is inside others
+            if weight * unexplained(stack[offset:, offset:]) > MOST_STRANGE:
+                return False
+    return True
+
+
+LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # Pillow's and OpenCV's gray
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    return float((a * b).sum() / max(np.sqrt((a * a).sum() * (b * b).sum()), 1e-6))
+
+
+def tone(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x under the curve that comes closest to y: mean y of each 64th of the pixels, by their x."""
+    levels = x.round().astype(np.uint8)
+    group = (np.bincount(levels.ravel(), minlength=256).cumsum() * 63 // x.size)[levels].ravel()
+    counts = np.bincount(group)
+    knots = [np.bincount(group, v.ravel())[counts > 0] / counts[counts > 0] for v in (x, y)]
+    return np.interp(np.arange(256), *knots)[levels].astype(np.float32)
+
+
+def blur(x: np.ndarray, cross: bool = False) -> np.ndarray:
+    """The mean of 3x3 pixels; cross: of the four beside each."""
+    p = np.pad(x, 1, mode="edge")
+    if cross:
+        return (p[:-2, 1:-1] + p[2:, 1:-1] + p[1:-1, :-2] + p[1:-1, 2:]) / 4
+    p = p[:-2] + p[1:-1] + p[2:]
+    return (p[:, :-2] + p[:, 1:-1] + p[:, 2:]) / 9
+
+
+def lost(true: np.ndarray, seen: np.ndarray) -> float:
+    """How much of the crop's detail, its variance at half the size within 3x3 pixels, is not in
+    what was shown, from 0 to 1. A gray level of it is rounding."""
+    details = []
+    for gray in true, seen:
+        h, w = (n // 2 * 2 for n in gray.shape)
+        half = gray[:h, :w].reshape(h // 2, 2, w // 2, 2).mean((1, 3))
+        details.append(half - blur(half))
+    a, b = details
+    left = (a * b).mean() ** 2 / max((b * b).mean(), 1e-9)
+    return float(max((a * a).mean() - left - 1, 0) / max((a * a).mean(), 1e-9))
+
+
+def unexplained(stack: np.ndarray) -> float:
+    """The standard deviation that least squares over the first channels leave of the last one, in
+    the worst window."""
+    h, w, n = ((s // WINDOW, s // WINDOW, s)[i] for i, s in enumerate(stack.shape))
+    cut = stack[: h * WINDOW, : w * WINDOW].reshape(h, WINDOW, w, WINDOW, n).swapaxes(1, 2)
+    windows = cut.reshape(h * w, WINDOW * WINDOW, n)
+    windows = windows - windows.mean(1, keepdims=True)
+    x, y = windows[..., :-1], windows[..., -1:]
+    ridge = WINDOW * WINDOW * np.eye(n - 1, dtype=np.float32)
+    weights = np.linalg.solve(x.swapaxes(1, 2) @ x + ridge, x.swapaxes(1, 2) @ y)
+    return float(np.sqrt(((y - x @ weights) ** 2).mean(1)).max(initial=0))
