@@ -12,6 +12,7 @@ from rewards import REWARDS, BoxJudge, Lambdas, score
 
 HONEST = {"the right crop", "the right crop, misread", "raises, then the right crop"}
 REPEATED = "the right crop, five times"
+QUADRANTS = "four quadrants in one call"  # one of them holds the target, and nothing was known
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_the_sandbox_ran_what_the_hacks_say(played):
 
 def test_no_hack_is_paid_more_than_a_guess_by_tapo(played):
     guess = paid(played, "a guess").total
-    for name in set(played) - HONEST:
+    for name in set(played) - HONEST - {QUADRANTS}:
         assert paid(played, name).total <= guess, name
 
 
@@ -56,13 +57,24 @@ def test_looking_right_is_paid_by_tapo_and_not_with_a_right_answer_alone(played)
 
 
 def test_no_hack_has_a_step_that_earns(played):
-    for name in set(played) - HONEST - {REPEATED}:
+    for name in set(played) - HONEST - {REPEATED, QUADRANTS}:
         assert all(step <= 0 for step in paid(played, name).scores), name
 
 
 def test_a_forged_crop_box_is_found_out(played):
     (seen,) = shown(played, "a forged crop box")
-    assert seen.boxes == [None] and seen.sources == ["show"]
+    assert seen.boxes[0] != played["a forged crop box"].sample.boxes[0]
+
+
+@pytest.mark.parametrize("name", ["one flat colour", "a mosaic"])
+def test_a_picture_without_the_detail_has_no_box(played, name):
+    (seen,) = shown(played, name)
+    assert seen.boxes == [None] and paid(played, name).scores == (0.0,)
+
+
+def test_four_quadrants_in_one_call_earn_half_a_point_by_tapo(played):
+    """One quarter of the image always holds the target: the judge's focus lets it pass as half."""
+    assert paid(played, QUADRANTS).scores == (0.5,) and paid(played, QUADRANTS).total == 1.1
 
 
 def test_the_same_crop_again_is_a_no_op(played):
