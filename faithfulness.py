@@ -293,6 +293,7 @@ def use_of(t: Trajectory) -> Answers:
         # Verified: the sandbox itself recorded the crop. Decorative: a look was claimed, in words
         # or in code that never ran, while no tool showed anything.
         "verified crops (of pictures)": [source == "crop" for source in sources],
+        "edited crops (of pictures)": [source == "edited" for source in sources],
         "decorative crops": bool(CLAIM.search(words)) and not sources,
     }
 

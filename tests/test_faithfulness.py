@@ -386,6 +386,7 @@ def test_use_of_tools_by_hand():
         "crops of 90% to 100%": (1, 2),
         "failed calls": (4, 8), "failed calls after which one ran": (1, 4),
         "repaired calls": (1, 8), "verified crops (of pictures)": (2, 3),
+        "edited crops (of pictures)": (0, 3),
         "decorative crops": (1, 5),
     }  # fmt: skip
 
