@@ -24,7 +24,6 @@ Forged      Code shares its process with the worker, so it can read its call's i
 
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -41,7 +40,8 @@ from PIL import Image, ImageOps
 
 from kit.boxes import Box, iou
 from kit.sandbox_looks import UPRIGHT, find, is_edit, repeated, same_pixels
-from kit.sandbox_server import pack, read, read_json, remove, the_server
+from kit.sandbox_server import pack, read, read_json, ready, remove
+from kit.sandbox_server import seconds_without_core, the_server
 from kit.sandbox_stand_ins import digest
 from kit.sandbox_walls import WALLS, missing_walls, room
 
@@ -121,7 +121,8 @@ class Sandbox:
         self.walls = WALLS - set(missing.values())
         self.image = ImageOps.exif_transpose(image).convert("RGB")  # a copy to check crops with
         self.limits = limits
-        self.views: list[View] = []  # what the trajectory has been shown so far
+        whole = View((0, 0, *self.image.size), "crop", UPRIGHT, math.prod(self.image.size), b"")
+        self.views = [whole]  # what the trajectory has been shown so far
         self.started, self.closing = False, threading.Lock()
         self.lost = False  # did a failure of ours take variables and files from the code?
 
@@ -234,15 +235,14 @@ class Sandbox:
         text, error = plain(reply["text"], self.limits.text), reply["error"]
         error = None if error is None else one_line(error, self.limits.error) or "Error"
         notes = [one_line(note, 200) for note in reply["notes"][:10]]
-        flags = ["invalid_coords"] * ("invalid_coords" in reply["flags"])
+        red_lines = ["invalid_coords"] * ("invalid_coords" in reply["flags"])
 
         seen.text, seen.error, seen.blocked = text, error, reply["blocked"] is True
         seen.images, views = [image for image, _ in shown], [view for _, view in shown]
         seen.boxes, seen.sources = [v.box for v in views], [v.source for v in views]
-        seen.notes += notes
+        seen.notes, seen.red_lines = seen.notes + notes, red_lines
         if self._only_repeats(views):
-            flags += ["io_scratch"] * any(v.reloaded for v in views) + ["no_op"]
-        seen.red_lines = flags
+            red_lines += ["io_scratch"] * any(v.reloaded for v in views) + ["no_op"]
 
     def _read_view(self, item: dict, deadline: float) -> tuple[Image.Image, View]:
         """An image that a reply announces as {"size", "source", "steps", "reloaded"}."""
@@ -264,9 +264,6 @@ class Sandbox:
 
     def _only_repeats(self, views: list[View]) -> bool:
         """Did the call show images, and the trajectory each of them before? Then remember them."""
-        if views and not self.views:  # the first view is the input
-            size = self.image.size
-            self.views.append(View((0, 0, *size), "crop", UPRIGHT, math.prod(size), b""))
         known = [any(same_view(view, old) for old in self.views) for view in views]
         self.views += views
         return bool(known) and all(known)
@@ -275,9 +272,8 @@ class Sandbox:
         """Where there is no private tmpfs, nobody else adds up what all the files hold."""
         if "tmpfs" not in self._protection["disk"]:
             with suppress(OSError):  # no fork now: the next time
-                run = subprocess.run(["du", "-sk", self.folder], capture_output=True)
-                used, large = int(run.stdout.split()[0]) << 10, room(self.image.size)
-                if used > self.limits.disk + 4 * large:
+                du = subprocess.run(["du", "-sk", self.folder], capture_output=True).stdout.split()
+                if du and int(du[0]) << 10 > self.limits.disk + 4 * room(self.image.size):
                     raise ValueError(f"more than {self.limits.disk >> 20} MB written")
 
     def _end(self, patience: float = 0.0) -> tuple[str | None, str | None]:
@@ -344,22 +340,6 @@ def plain(text: object, limit: int) -> str:
 
 def one_line(text: object, limit: int) -> str:
     return plain(" ".join(str(text).split()), limit)
-
-
-def ready(descriptor: int | socket.socket, seconds: float = 0.0) -> bool:
-    """Is there anything to read, or has the other side (or the process of a pidfd) ended?"""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
-def seconds_without_core(pid: int) -> float:
-    """How long the process has been ready to run while others had the cores."""
-    try:
-        with open(f"/proc/{pid}/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except OSError:
-        return 0.0
 
 
 # What each wall must stop. The scan would refuse some of it, so the code walks around the scan.

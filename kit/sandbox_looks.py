@@ -50,9 +50,10 @@ def find(part: np.ndarray, whole: np.ndarray) -> list[list] | None:
     """
     counts = np.bincount(part[..., 1].ravel(), minlength=256)
     rarest = int(np.where(counts, counts, part.size).argmin())
-    if (part == part[0, 0]).all():
+    candidates = whole[..., 1] == rarest
+    if (part == part[0, 0]).all() or np.count_nonzero(candidates) > 1 << 20:
         return None
-    ys, xs = np.nonzero(whole[..., 1] == rarest)
+    ys, xs = np.nonzero(candidates)
     tries = 16  # ours: full comparisons, which bounds the cost
     for turn, lay in enumerate(TURNS):
         turned = lay(part)
@@ -99,7 +100,7 @@ def repeated(original: Image.Image, steps: object) -> Crop | None:
     """
     try:
         return _repeated(original, steps)
-    except (TypeError, ValueError, OverflowError, ImportError):
+    except (TypeError, ValueError, IndexError, OverflowError, ImportError):
         return None  # not even steps
 
 
@@ -150,14 +151,14 @@ def _repeated(original: Image.Image, steps: list[list]) -> Crop:
     return Crop(image, box, f"{right / abs(right):.0f} {down / abs(down):.0f}")
 
 
-def cv2_resized(image, w, h, fx, fy, how):
+def cv2_resized(image: Image.Image, w: int, h: int, fx: float, fy: float, how: int) -> Image.Image:
     import cv2  # not everywhere; then these crops have no box
 
-    if how not in range(7):
-        raise ValueError("no filter")
-    return Image.fromarray(
-        cv2.resize(np.asarray(image), (w, h) if w else None, fx=fx, fy=fy, interpolation=how)
-    )
+    try:
+        size = (w, h) if w else None
+        return Image.fromarray(cv2.resize(np.asarray(image), size, None, fx, fy, how))
+    except cv2.error as problem:
+        raise ValueError("not as cv2.resize takes it") from problem
 
 
 class Origins:

@@ -15,6 +15,7 @@ import gc
 import glob
 import math
 import os
+import select
 import signal
 import socket
 import struct
@@ -72,14 +73,32 @@ def read_json(sock: socket.socket, deadline: float = math.inf, watch=None, most=
     return loads(read(sock, size, deadline, watch))
 
 
+def ready(descriptor: int | socket.socket, seconds: float = 0.0) -> bool:
+    """Is there anything to read, or has the other side (or the process of a pidfd) ended?"""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def seconds_without_core(pid: int) -> float:
+    """How long the process has been ready to run while others had the cores."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 # The program that the server runs. It imports `kit` from the project's root and then forgets that
 # folder, so that `import data` in the policy's code does not find data.py.
 DOOR = """
 import socket, sys
 fd, root, *packages = sys.argv[1:]
 sys.path += [root, *(path for path in packages if path not in sys.path)]
+import kit
 from kit.sandbox_server import serve
 sys.path.remove(root)
+kit.__path__ = []
 serve(socket.socket(fileno=int(fd)))"""
 
 

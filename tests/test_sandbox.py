@@ -594,6 +594,9 @@ def test_the_trainer_does_not_work_without_bound_for_a_claim():
         [["cv2", 0, 0, 1e4, 1e4, 4]],
         [pil(W, H, 300, 300, Image.LANCZOS), ["cv2", 300, 300, 0, 0, 99]],
         [["crop", 0, 0, 300, 300]] * 10**5,
+        *[[["pil", 300, 300, 2, 0, 0, W, H, None][:n]] for n in range(9)],
+        *[[["cv2", 0, 0, 0.5, 0.5, 2][:n]] for n in range(6)],
+        [["turn", 9]],
     ],
 )
 def test_an_absurd_claim_costs_the_trainer_no_time(claim):
