@@ -25,8 +25,6 @@ the out-of-prior questions, a guesser is always wrong. With this dial we make tw
 differ in nothing else: in one guessing pays, in the other looking pays.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 import re

@@ -21,8 +21,6 @@ Read next   evaluate.py (which plays the questions and prints the tables)
     python faithfulness.py TRAJECTORIES.jsonl    evaluate.py's, or any agent's (beyond/agents.py)
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -15,8 +15,6 @@ Shapes      G groups   K rollouts each   M = G * K   B rows   L slots of a row  
 Symbols     R reward   A advantage   ratio = pi_new / pi_old   eps clip range   beta KL weight
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -13,8 +13,6 @@ Left out    Thyme's second, annealing stage; whether the paper ran it is not sai
 Read next   grpo.py (the rows and log_probs), data.py (what is demonstrated)
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence

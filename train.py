@@ -21,8 +21,6 @@ on which process: a resumed run needs no saved generator states to end exactly w
 uninterrupted one does, and two processes play the same games as one.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import math

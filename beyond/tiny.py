@@ -12,8 +12,6 @@ Left out    everything that the toy world does not show
 Read next   data.py (the toy world), sft.py (the loop that teaches here too)
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import defaultdict

@@ -12,8 +12,6 @@ Left out    tensor and pipeline parallelism
 Read next   grpo.py (what is learnt together), folder.py (how processes wait for each other)
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import os

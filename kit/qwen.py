@@ -14,8 +14,6 @@ Read next   rollout.py (the game that a Policy plays), processes.py (one Policy,
 Shapes      B rows   L slots of a row   P patches of a picture
 """
 
-from __future__ import annotations
-
 import os
 import re
 from hashlib import sha256
