@@ -1,10 +1,10 @@
 """
 tiny.py: where tiny/ comes from, a stand-in for "a pretrained vision-language model".
 
-Concept     A reader with two CPU cores needs a model that sees, and that fits in a commit. This
-            file builds the real architecture, Qwen2.5-VL, with two text layers and one vision
-            block, and teaches it to see the toy world: which colour is in which cell, and which
-            texture is on a close-up. It learns nothing of the game. Stage 1 teaches that.
+Concept     A reader with two CPU cores needs a small model that sees. This file builds the real
+            architecture, Qwen2.5-VL, with two text layers and one vision block, and teaches it to
+            see the toy world: which colour is in which cell, and which texture is on a close-up.
+            It learns nothing of the game. Stage 1 teaches that.
 Paper       nothing: CodeV starts from Qwen2.5-VL-7B-Instruct
 In          a seed
 Out         a Policy; `python train.py --preset tiny-base --out tiny` saves it, in a few minutes
@@ -16,6 +16,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from statistics import fmean
 
 import torch
 from PIL import Image
@@ -75,15 +76,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer, tokenizer.decoder = splitter, decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in tags])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>",
+        clean_up_tokenization_spaces=False, padding_side="left", chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
 
 
 def tiny_policy(seed: int) -> Policy:
@@ -101,24 +97,20 @@ def tiny_policy(seed: int) -> Policy:
     )
     vision = dict(
         depth=1, hidden_size=48, intermediate_size=96, num_heads=2, patch_size=PATCH,
-        spatial_merge_size=2, temporal_patch_size=2, window_size=PATCH * 32, out_hidden_size=64,
-        fullatt_block_indexes=[0], **start,
+        window_size=PATCH * 32, out_hidden_size=64, fullatt_block_indexes=[0], **start,
     )
     config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=False, **start,
-        image_token_id=id_of("<|image_pad|>"), video_token_id=id_of("<|video_pad|>"),
-        vision_start_token_id=id_of("<|vision_start|>"),
-        vision_end_token_id=id_of("<|vision_end|>"),
+        text_config=text, vision_config=vision, **start,
+        image_token_id=id_of("<|image_pad|>"), vision_start_token_id=id_of("<|vision_start|>"),
+        video_token_id=id_of("<|video_pad|>"), vision_end_token_id=id_of("<|vision_end|>"),
     )
     # fmt: on
     torch.manual_seed(seed)
     model = Model(config)
     # BOX averages blocks. The whole map is seen at 1 : 4: a texture of period 4 vanishes exactly.
     size = {"shortest_edge": VIEW * VIEW // 2, "longest_edge": VIEW * VIEW}
-    processor = ImageProcessor(
-        resample=Image.Resampling.BOX, patch_size=PATCH, merge_size=2, size=size
-    )
-    return Policy(model, tokenizer, processor, TAGS)
+    how = dict(resample=Image.Resampling.BOX, patch_size=PATCH, merge_size=2, size=size)
+    return Policy(model, tokenizer, ImageProcessor(**how), TAGS)
 
 
 # What tiny/ is pretrained on
@@ -137,10 +129,9 @@ def grounding_pack(scene: Scene, rng: random.Random) -> Pack:
     both, the second half could be copied from the first."""
     squares, pack = list(scene.squares), user(scene.image)
     rng.shuffle(squares)
-    colour_first = rng.random() < 0.6
+    step = 1 if rng.random() < 0.6 else -1  # from colour to cell, or back
     for square in squares:
-        colour, cell = f" {square.color}", f" {square.cell}"
-        given, asked = (colour, cell) if colour_first else (cell, colour)
+        given, asked = (f" {square.color}", f" {square.cell}")[::step]
         pack += [(given, False), (asked, True)]
     return pack
 
@@ -149,9 +140,8 @@ def reading_pack(scene: Scene, rng: random.Random) -> Pack:
     """Four close-ups, each with its colour and texture: the quickest way to learn to read them."""
     pack: Pack = []
     for square in rng.sample(scene.squares, 4):
-        close_up = scene.image.crop(square.cell_box)
         words = f" {square.color}<answer>{square.texture}"
-        pack += [(close_up, False), (words, True), ("\n", False)]
+        pack += [(scene.image.crop(square.cell_box), False), (words, True), ("\n", False)]
     return pack
 
 
@@ -200,25 +190,25 @@ def pack_rows(policy: Policy, kind: str, n: int, seed: int | str) -> list[Row]:
     return rows_of(policy, [pack_trajectory(policy, pack) for pack in packs])
 
 
-def skill(policy: Policy, rows: list[Row], row_tokens: int) -> dict[str, float]:
-    """For each kind of word: the share of its tokens that have a probability above 1/2."""
-    colours = [prefix + color for color in COLORS for prefix in ("", " ")]
-    cells = [f" {cell}" for cell in CELLS]
-    kinds = {"cell": cells, "corner": CORNERS, "texture": TEXTURES, "colour": colours}
-    kind_of = {word: kind for kind, words in kinds.items() for word in words}
+def skills_of(policy: Policy, rows: dict[str, list[Row]], row_tokens: int) -> dict[str, float]:
+    """Kind of pack and kind of word -> the share of these words, on the rows of these packs, whose
+    tokens have a probability above 1/2. "look corner": the corners of boxes, on look packs."""
+    words = {"cell": CELLS, "corner": CORNERS, "texture": TEXTURES, "colour": COLORS}
+    kind_of = {word: kind for kind, same in words.items() for word in same}
     hits: dict[str, list[bool]] = defaultdict(list)
-    for batch in micro_batches(rows, row_tokens):
-        with torch.no_grad():
-            sure = log_probs(policy, batch)[0] > math.log(0.5)
-        labels = torch.cat([row.labels for row in batch])
-        for label, hit in zip(labels.tolist(), sure.tolist()):
-            hits[kind_of.get(policy.tokenizer.decode([label]), "other")].append(hit)
-    return {kind: sum(hits[kind]) / len(hits[kind]) for kind in kinds if hits[kind]}
+    for pack, its_rows in rows.items():
+        for batch in micro_batches(its_rows, row_tokens):
+            with torch.no_grad():
+                sure = log_probs(policy, batch)[0] > math.log(0.5)
+            labels = torch.cat([row.labels for row in batch])
+            for label, hit in zip(labels.tolist(), sure.tolist()):
+                word = policy.tokenizer.decode([label]).strip()
+                hits[f"{pack} {kind_of.get(word, 'other')}"].append(hit)
+    return {name: fmean(found) for name, found in sorted(hits.items())}
 
 
 # The skills that the finished model must have: on which packs, of which words
-GATES = [("grounding", "cell"), ("grounding", "colour"), ("reading", "texture")]
-GATES += [("look", "corner"), ("colour", "colour")]
+GATES = "grounding cell, grounding colour, reading texture, look corner, colour colour".split(", ")
 
 
 def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Policy:
@@ -230,14 +220,18 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
     rows = {kind: pack_rows(policy, kind, 3000, seed) for kind in PACKS}
     small = {kind: pack_rows(policy, kind, 80, "check") for kind in PACKS}
     held_out = {kind: pack_rows(policy, kind, 300, "held out") for kind in PACKS}
-    mixture_1 = dict(reading=16, grounding=48)  # packs of one step
-    mixture_2 = dict(reading=8, grounding=20, look=20, colour=16)
+    mixtures = dict(reading=16, grounding=48), dict(reading=8, grounding=20, look=20, colour=16)
     optimizer = torch.optim.AdamW(policy.model.parameters(), betas=(0.9, 0.98), weight_decay=0)
     began: int | None = None  # the step at which phase 2 began
 
+    def measured(when: str, rows: dict[str, list[Row]]) -> dict[str, float]:
+        skills = skills_of(policy, rows, row_tokens)
+        say("  ".join([when, *(f"{name} {share:.3f}" for name, share in skills.items())]))
+        return skills
+
     def batches_of(i: int) -> list[list[Row]]:
         rng = random.Random(f"pretrain {seed} {i}")
-        mixture = mixture_1 if began is None else mixture_2
+        mixture = mixtures[began is not None]  # packs of one step
         drawn = [row for kind, n in mixture.items() for row in rng.sample(rows[kind], n)]
         return list(micro_batches(drawn, row_tokens))
 
@@ -250,24 +244,14 @@ def pretrain_tiny(seed: int, row_tokens: int, say: Callable[[str], None]) -> Pol
     def after(i: int, loss: float, norm: float | None) -> bool:
         nonlocal began
         if (i + 1) % 20 == 0:
-            now = {kind: skill(policy, small[kind], row_tokens) for kind in PACKS}
-            say(f"step {i + 1}  loss {loss:.3f}  " + show(now))
-            learnt = now["grounding"]["cell"] >= 0.95 and now["reading"]["texture"] >= 0.95
+            now = measured(f"step {i + 1}  loss {loss:.3f}", small)
+            learnt = min(now["grounding cell"], now["reading texture"]) >= 0.95
             if began is None and (learnt or i + 1 >= phase_1):
                 began = i + 1
         return began is not None and i + 1 - began >= phase_2
 
     imitate(policy, optimizer, batches_of, range(phase_1 + phase_2), rate, after, "tiny")
-    now = {kind: skill(policy, held_out[kind], row_tokens) for kind in PACKS}
-    say("held out  " + show(now))
-    if missed := [(kind, name) for kind, name in GATES if now[kind][name] < 0.95]:
+    now = measured("held out", held_out)
+    if missed := [name for name in GATES if now[name] < 0.95]:
         raise ValueError(f"expected 0.95 of each skill, got less of {missed}: try another --seed")
     return policy
-
-
-def show(skills: dict[str, dict[str, float]]) -> str:
-    """One line: each kind of pack, and the skills that were measured on it."""
-    return "  ".join(
-        f"{kind}: " + " ".join(f"{name} {value:.3f}" for name, value in values.items())
-        for kind, values in skills.items()
-    )

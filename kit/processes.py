@@ -3,8 +3,7 @@ processes.py: several processes: each plays its own questions, and they meet in 
 
 Concept     A process plays with a whole copy of the policy, the actor, and learns with its part of
             the weights. The loss is a sum over tokens and gradients are added up, so that nothing
-            else needs to know how many processes there are. What two processes learn is what one
-            alone learns, to the last bit (see `parts`).
+            else needs to know how many processes there are.
 Paper       nothing: how many GPUs train is not part of the method
 In          a Policy, and lists of which every process takes its share
 Out         a policy cut over the processes, its actor, and values of all processes
@@ -35,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from kit.qwen import Policy
 
 
-def assemble(folder: Path, config: dict, timeout: float, tracker: str = "none") -> Accelerator:
+def assemble(folder: Path, config: dict, timeout: float, tracker: str) -> Accelerator:
     """The processes of this run, as `torchrun` or `accelerate launch` started them. Only process 0
     speaks; errors of the others are still heard."""
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
@@ -45,8 +44,8 @@ def assemble(folder: Path, config: dict, timeout: float, tracker: str = "none") 
     disable_progress_bar()  # of transformers, which would show one for every small checkpoint
     # torch warns of checkpoints that are written without other processes: here that is intended.
     warnings.filterwarnings("ignore", message=".*is not initialized.*|.*single process.*")
-    log_with = None if tracker == "none" else tracker
-    team = Accelerator(cpu=cpu, log_with=log_with, project_dir=folder, kwargs_handlers=[wait])
+    log = None if tracker == "none" else tracker
+    team = Accelerator(cpu=cpu, log_with=log, project_dir=folder, kwargs_handlers=[wait])
     team.init_trackers("codev", config)
     if not team.is_main_process:
         sys.stdout = open(os.devnull, "w")
@@ -83,19 +82,17 @@ def merged(shares: list[list]) -> list:
 
 def parts(items: list) -> list[list]:
     """The shares of a batch that micro-batches may not mix. They keep a promise: two processes
-    learn what one learns, to the last bit. A sum of floats depends on its order. Another order
-    changes the last bit, and over hundreds of steps that becomes visible. So one process that is
-    alone adds up as two would: first the share of the one, then that of the other. A process among
-    several has its own share only. (The promise holds while a share is one micro-batch. With more
-    of them the sums are nested in another way, and agree up to rounding.)"""
+    learn what one learns, to the last bit (with several micro-batches a share, up to rounding). A
+    sum of floats depends on its order, and over hundreds of steps a last bit becomes visible. So
+    one process that is alone adds up as two would: first one share, then the other."""
     return [items[0::2], items[1::2]] if processes()[1] == 1 else [items]
 
 
 def level(policy: Policy, batches: list[list], blank_row: Callable[[Policy], object]) -> list[list]:
-    """The same number of micro-batches (lists of rows) for every process, each with a picture
-    in it. Layers are fetched by all processes together. A process that made fewer passes, or
-    left the vision tower out where others need it, would leave them waiting for ever. What is
-    missing is made up by blank_row(policy): a row with a picture, and nothing to learn."""
+    """The same number of micro-batches (lists of rows) for every process, each with a picture in
+    it: all fetch a layer together, and a process that made fewer passes, or none through the vision
+    tower, would leave the others waiting for ever. What is missing is made up by
+    blank_row(policy): a row with a picture, and nothing to learn."""
     if policy.sharded is None:
         return batches
     blank = blank_row(policy)
@@ -103,29 +100,27 @@ def level(policy: Policy, batches: list[list], blank_row: Callable[[Policy], obj
     return with_picture + [[blank]] * (max(gathered(len(batches))) - len(batches))
 
 
-def shard(policy: Policy, log_probs: nn.Module) -> None:
-    """Cut weights, gradients and optimiser state evenly over the processes (FSDP2; ZeRO-3).
-    Every layer is fetched as a whole when its turn comes. log_probs: the module whose forward
-    pass uses the policy's model; its calls fetch what belongs to no layer.
+def precision(policy: Policy) -> torch.dtype:
+    """What layers compute in. Weights are fp32: at a learning rate of 1e-6 bf16 would not move."""
+    return torch.float32 if policy.device.type == "cpu" else torch.bfloat16
 
-    Weights stay fp32: at a learning rate of 1e-6 a bf16 weight would never move. On a GPU they
-    are fetched, and compute, in bf16; gradients are added up in fp32. One process on a CPU has
+
+def shard(policy: Policy, log_probs: nn.Module) -> None:
+    """Cut weights, gradients and optimiser state evenly over the processes (FSDP2; ZeRO-3), all in
+    fp32. Every layer is fetched as a whole when its turn comes. log_probs: the module whose forward
+    pass uses the policy's model; its calls fetch what belongs to no layer. One process on a CPU has
     nothing to cut, and its policy is left as it is."""
     kind, n = policy.device.type, processes()[1]
     if n == 1 and kind == "cpu":
         return
     if not dist.is_initialized():  # one GPU: the same path, with nobody to meet
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    how = dict(mesh=init_device_mesh(kind, (n,)), reshard_after_forward=True)
-    if kind != "cpu":
-        # Inputs are not cast: that would round the vision tower's rotary angles, and the
-        # policy would no longer be the actor to the last bit.
-        how["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    policy.sharded = log_probs
+    # Inputs are not cast: that would round the vision tower's rotary angles, and the policy
+    # would no longer be the actor to the last bit.
+    cast = MixedPrecisionPolicy(precision(policy), torch.float32, cast_forward_inputs=False)
+    policy.sharded, mesh = log_probs, init_device_mesh(kind, (n,))
     for module in (*policy.layers, log_probs):
-        fully_shard(module, **how)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=cast)
         module.set_gradient_divide_factor(1.0)  # a sum over processes, not their mean
         module.set_force_sum_reduction_for_comms(True)
 
@@ -133,13 +128,11 @@ def shard(policy: Policy, log_probs: nn.Module) -> None:
 def actor_of(policy: Policy) -> Policy:
     """Who plays: a whole copy of the policy on every process, in the precision it computes in, so
     that generate needs no other process. Before `shard`. On one CPU the policy itself plays."""
-    kind, n = policy.device.type, processes()[1]
-    if n == 1 and kind == "cpu":
+    if processes()[1] == 1 and policy.device.type == "cpu":
         return policy
-    dtype = torch.float32 if kind == "cpu" else torch.bfloat16
     # deepcopy takes what its memo holds already: no second copy in fp32, and buffers stay fp32.
     copies = {
-        id(p): nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
+        id(p): nn.Parameter(p.detach().to(precision(policy), copy=True), requires_grad=False)
         for p in policy.model.parameters()
     }
     actor = copy.copy(policy)

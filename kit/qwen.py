@@ -1,17 +1,14 @@
 """
 qwen.py: what is Qwen2.5-VL's alone: pictures, pads, positions, forbidden tokens, loading.
 
-Concept     A Policy is a model with its tokenizer and its image processor. All that is peculiar
-            to Qwen2.5-VL stands here, and nothing of the game: the game's tags are an argument.
-            Another model is another such file. It must offer `load`, `freeze_vision`, and a
-            Policy with the same fields and methods around a model of Hugging Face's.
+Concept     A Policy is a model of Hugging Face's with its tokenizer and its image processor. All
+            that is peculiar to Qwen2.5-VL stands here, and nothing of the game. Another model is
+            another such file, with `load`, `freeze_vision` and a Policy of the same methods.
 Paper       nothing: CodeV starts from Qwen2.5-VL-7B-Instruct
 In          a checkpoint folder or a hub name
 Out         a Policy
 Left out    videos; other models, which `load` refuses
 Read next   rollout.py (the game that a Policy plays), processes.py (one Policy, many processes)
-
-Shapes      B rows   L slots of a row   P patches of a picture
 """
 
 import os
@@ -25,15 +22,18 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-    Qwen2VLImageProcessorPil as ImageProcessor,
+from transformers import Qwen2VLImageProcessorPil as ImageProcessor
+
+CHECKPOINT = (
+    "expected a folder with config.json, model.safetensors, tokenizer.json and "
+    "preprocessor_config.json, such as the sft/ and rl/ of a run, or a hub name within reach"
 )
 
 
 class Picture(NamedTuple):
-    """One image as the model takes it: a film of 2 equal frames. P is the product of its grid."""
+    """One image as the model takes it: a film of 2 equal frames, cut into patches."""
 
-    pixels: Tensor  # [P, channels * 2 * patch * patch]
+    pixels: Tensor  # [patches, channels * 2 * patch * patch]
     grid: Tensor  # [3] time, rows and columns of patches
 
 
@@ -63,8 +63,7 @@ class Policy:
         # The policy must not sample control tokens, which would forge a turn or an image (it may
         # end its own message), nor ids beyond the tokenizer's: the embedding has spare rows.
         marks = {f"<{slash}{tag}>": may for tag, may in tags.items() for slash in ("", "/")}
-        added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
-        may_write = marks | {"<|im_end|>": True}
+        added, may_write = tokenizer.get_added_vocab(), marks | {"<|im_end|>": True}
         control = {id for token, id in added.items() if not may_write.get(token)}
         spare = range(len(tokenizer), model.config.text_config.vocab_size)
         self.forbidden = sorted({*control, *spare})
@@ -101,8 +100,7 @@ class Policy:
             return []
         batch = self.image_processor(images=images, return_tensors="pt")
         grids = batch["image_grid_thw"]
-        pixels = batch["pixel_values"].split(grids.prod(-1).tolist())
-        return [Picture(p, g) for p, g in zip(pixels, grids)]
+        return [*map(Picture, batch["pixel_values"].split(grids.prod(-1).tolist()), grids)]
 
     def outline(self, image: Image.Image) -> Picture:
         """A picture without its pixels: enough to count tokens, and a thousand times faster."""
@@ -112,20 +110,18 @@ class Policy:
     def encode(self, text: str, pictures: list[Picture]) -> Encoded:
         """Tokens of trusted text. Its i-th <|image_pad|> becomes as many pads as picture i has
         visual tokens."""
-        parts, merge = text.split("<|image_pad|>"), self.image_processor.merge_size**2
-        if len(parts) != len(pictures) + 1:
-            raise ValueError(f"{len(parts) - 1} image places in a text with {len(pictures)} images")
-        pads = ["<|image_pad|>" * (int(p.grid.prod()) // merge) for p in pictures] + [""]
-        text = "".join(part + pad for part, pad in zip(parts, pads))
+        first, *rest = text.split("<|image_pad|>")
+        if len(rest) != len(pictures):
+            raise ValueError(f"{len(rest)} image places in a text with {len(pictures)} images")
+        visual = [int(p.grid.prod()) // self.image_processor.merge_size**2 for p in pictures]
+        text = first + "".join("<|image_pad|>" * n + part for n, part in zip(visual, rest))
         return Encoded(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures)
 
     def positions(self, ids: Tensor, mask: Tensor, grids: list[Tensor]) -> Tensor:
         """[B, L] ids and mask -> [4, B, L]: a token's number, which generate needs, and its
         time, row and column for multimodal RoPE. grids: of every image of every row, in order.
-
-        Always explicit. Left to itself the model takes positions from whatever it saw last, which
-        is silently wrong with a kept cache. Slots with mask 0 take no position, wherever they are.
-        """
+        Slots with mask 0 take no position, wherever they are. Left to itself the model takes
+        positions from whatever it saw last, which is silently wrong with a kept cache."""
         ids, mask = ids.cpu(), mask.cpu()  # get_rope_index loops in Python
         rope, _ = self.model.model.get_rope_index(
             ids,
@@ -147,24 +143,19 @@ class Policy:
     def generate(self, max_new_tokens: int, **inputs) -> Tensor:
         """input_ids [B, L] and other arguments of a forward or of `generate` -> [B, L + new]:
         the token of the highest score each time, so that a logits_processor can be the
-        sampler. Pads stand behind a row that stopped early.
-
-        `generate` fills what a GenerationConfig leaves open from the model's own, and released
-        checkpoints carry near-greedy values and a repetition penalty there. So for the while
-        the model has none of its own; an export keeps the checkpoint's.
-        """
+        sampler. Pads stand behind a row that stopped early."""
         config = GenerationConfig(
-            suppress_tokens=self.forbidden,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=self.pad_id,
-            eos_token_id=self.end_id,
-        )
+            suppress_tokens=self.forbidden, max_new_tokens=max_new_tokens,
+            pad_token_id=self.pad_id, eos_token_id=self.end_id,
+        )  # fmt: skip
+        # What config leaves open is filled from the model's own, where released checkpoints have
+        # near-greedy values and a repetition penalty. Only an export needs the model's own.
         own, self.model.generation_config = self.model.generation_config, GenerationConfig()
         ids = self.model.generate(generation_config=config, synced_gpus=False, **inputs)
         self.model.generation_config = own
         return ids
 
-    def rows_that_fit(self, length: int, budget_gb: float = 0.0) -> int:
+    def rows_that_fit(self, length: int, budget_gb: float) -> int:
         """How many rows of `length` slots a KV cache of budget_gb has room for: keys and values of
         every layer, 115 kB a slot for the 7B in fp32. 0: 80 % of the memory that is free now."""
         c = self.model.config.text_config
@@ -195,70 +186,45 @@ def check_checkpoint(name: str | Path) -> None:
     config = Path(name) / "config.json"
     folder_like = Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
     if folder_like and not (config.is_file() and "model_type" in config.read_text()):
-        raise FileNotFoundError(
-            f"no checkpoint in {name}: expected a folder with config.json, model.safetensors, "
-            f"tokenizer.json and preprocessor_config.json, such as the sft/ and rl/ of a run"
-        )
+        raise FileNotFoundError(f"no checkpoint in {name}: {CHECKPOINT}")
 
 
 def load(
-    tags: dict[str, bool],
-    name: str | Path,
-    device: str | torch.device = "cpu",
-    max_pixels: int | None = None,
-    weights: bool = True,
-) -> Policy:
+    tags: dict[str, bool], name: str | Path, device: str | torch.device = "cpu",
+    max_pixels: int | None = None, weights: bool = True,
+) -> Policy:  # fmt: skip
     """A folder or a hub name -> Policy. The tiny model and the 7B take the same path.
-
     Weights are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
-    the budget of one image, prompt or observation; None keeps the checkpoint's own. weights=False
-    gives the architecture alone, on the meta device: enough to count tokens and parameters.
-    """
+    the budget of any image, saved with every export; None keeps the checkpoint's own. weights=False
+    gives the architecture alone, on the meta device: enough to count tokens and parameters."""
     check_checkpoint(name)
     try:
         kind = Model.config_class.get_config_dict(name)[0].get("model_type")
         if kind != "qwen2_5_vl":
-            raise ValueError(
-                f"{name} is a {kind!r} model, but the prompt, the vision tokens and the positions "
-                f"here are Qwen2.5-VL's: expected a checkpoint of type 'qwen2_5_vl'"
-            )
+            raise ValueError(f"expected a checkpoint of type 'qwen2_5_vl': {name} is {kind!r}")
         tokenizer = AutoTokenizer.from_pretrained(name)
         image_processor = ImageProcessor.from_pretrained(name)
         if weights:
-            model, loading = Model.from_pretrained(
-                name, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
-            )
+            how = dict(dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True)
+            model, loading = Model.from_pretrained(name, **how)
             if missing := sorted(loading["missing_keys"]):
                 raise ValueError(f"{name} lacks {len(missing)} weights, such as {missing[0]}")
+            model = model.to(device)
         else:
-            device = torch.device("meta")
-            with device:
+            with torch.device("meta"):
                 model = Model(Model.config_class.from_pretrained(name))
     except OSError as error:
-        here = Path(name).is_dir()
-        what = "a file is missing there" if here else "neither a folder nor on the hub"
-        raise FileNotFoundError(
-            f"no model {str(name)!r}: {what} ({str(error).splitlines()[0]}). Give --model a "
-            f"complete checkpoint folder, or check the hub name, the network and the licence"
-        ) from error
+        why = str(error).splitlines()[0]
+        raise FileNotFoundError(f"no model {str(name)!r} ({why}): {CHECKPOINT}") from error
     if max_pixels is not None:
-        set_budget(image_processor, max_pixels)
-    return Policy(model.to(device).eval(), tokenizer, image_processor, tags)
-
-
-def set_budget(image_processor: ImageProcessor, max_pixels: int) -> None:
-    """The most pixels of an image: set here and nowhere else, and saved with every export."""
-    token = (image_processor.patch_size * image_processor.merge_size) ** 2  # pixels
-    if max_pixels < token:
-        raise ValueError(
-            f"--max-pixels {max_pixels} is less than one visual token, which takes {token} pixels"
-        )
-    least = min(image_processor.size["shortest_edge"], max_pixels)  # areas, despite their names
-    image_processor.size = {"shortest_edge": least, "longest_edge": max_pixels}
+        if max_pixels < (token := (image_processor.patch_size * image_processor.merge_size) ** 2):
+            raise ValueError(f"--max-pixels {max_pixels}: one visual token takes {token} pixels")
+        least = min(image_processor.size["shortest_edge"], max_pixels)  # an area, despite its name
+        image_processor.size = {"shortest_edge": least, "longest_edge": max_pixels}
+    return Policy(model.eval(), tokenizer, image_processor, tags)
 
 
 def freeze_vision(policy: Policy) -> None:
-    """The vision tower keeps its weights, the projector to the text model included (Thyme
-    freezes the tower; that the projector goes with it is our reading). It gets no gradient and
-    no optimiser state. Call it before the optimiser is made."""
+    """The vision tower gets no gradient and no optimiser state, nor does its projector to the text
+    model (Thyme freezes the tower; the projector is our reading). Before the optimiser is made."""
     policy.model.model.visual.requires_grad_(False)

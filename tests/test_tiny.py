@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from beyond.tiny import GATES, PACKS, pack_rows, pack_trajectory, skill, tiny_policy
+from beyond.tiny import GATES, PACKS, pack_rows, pack_trajectory, skills_of, tiny_policy
 from data import draw_scene
 from rollout import load_policy
 from sft import rows_of
@@ -44,8 +44,8 @@ def test_packs_teach_what_their_map_shows(policy, kind):
 def test_the_committed_checkpoint_can_see_the_world():
     """The gates that `python train.py --preset tiny-base` had to pass, on other maps."""
     tiny = load_policy(COMMITTED)
-    skills = {kind: skill(tiny, pack_rows(tiny, kind, 60, "test"), 8192) for kind in PACKS}
-    assert all(skills[kind][name] > 0.9 for kind, name in GATES), skills
+    skills = skills_of(tiny, {kind: pack_rows(tiny, kind, 60, "test") for kind in PACKS}, 8192)
+    assert all(skills[name] > 0.9 for name in GATES), skills
 
 
 def test_the_command_begins_with_the_committed_tokenizer_and_as_many_weights(tmp_path):
