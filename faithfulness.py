@@ -8,8 +8,8 @@ Concept     A right answer may be luck. Each search question falls into one of t
             To have looked is not yet to have used it. So we also perturb: we change what the tools
             show, and see whether thoughts, actions and answers follow.
 Paper       CodeV, arXiv:2511.19661, Fig. 2 (rates among right answers), Table 5 (faithful and
-            right, over all questions), Table 6 (perturbations), Appendix 12 (use of tools). The
-            paper does not say what each rate is a share of, nor how several crops count: rates are
+            right), Table 6 (perturbations), Appendix 12 (use of tools; measures ours). The paper
+            does not say what each rate is a share of, nor how several crops count: rates are
             given over all and over right answers, and one crop that shows the evidence is enough.
             Ours: the identity perturbation, and accuracy under perturbations.
 In          Trajectories and their Rewards with turn scores (rewards.tapo), computed once

@@ -284,14 +284,16 @@ REWARDS = {"tapo": tapo, "accuracy": accuracy, "tool_bonus": tool_bonus, "random
 
 def reward_named(name: str) -> GroupReward:
     """One of REWARDS, of beyond/rivals.py, or `my_file.my_reward`; ValueError for no known name."""
+    if name in REWARDS:
+        return REWARDS[name]
     module, _, function = name.rpartition(".")
     if module:
         return getattr(importlib.import_module(module), function)
-    known = REWARDS | importlib.import_module("beyond.rivals").RIVALS
-    if name not in known:
-        expected = f"expected a reward out of {', '.join(known)}, or my_file.my_reward"
-        raise ValueError(f"{expected}; got {name!r}")
-    return known[name]
+    rivals = importlib.import_module("beyond.rivals").RIVALS
+    if name not in rivals:
+        known = ", ".join([*REWARDS, *rivals])
+        raise ValueError(f"expected a reward out of {known}, or my_file.my_reward; got {name!r}")
+    return rivals[name]
 
 
 def score(

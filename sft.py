@@ -5,8 +5,8 @@ Concept     Stage 1 is stage 2 with A = 1 and beta = 0 on demonstrations: the lo
             of the acted tokens, computed by the same function on the same rows. There is no second
             masking. A demonstration of the toy is replayed in the sandbox; one of Thyme's brings
             along what its programs showed.
-Paper       CodeV, arXiv:2511.19661, stage 1 (cold start), which follows Thyme's: its data
-            (load_thyme), 3 epochs, vision tower frozen, only the last turns learnt
+Paper       CodeV, arXiv:2511.19661, stage 1 (cold start): 3 epochs on Thyme's data, "following
+            Thyme". From Thyme: the frozen vision tower, and that only the last turns are learnt
 In          Trajectories in which a demonstrator acted
 Out         a policy that speaks the format and mirrors the mixture of its demonstrations
 Left out    Thyme's second, annealing stage; whether the paper ran it is not said

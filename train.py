@@ -338,7 +338,7 @@ def measure_policy(run, config, world, actor, out=None, every=1) -> dict:
 
 
 def report_step(run, config, world, step, groups, rewards, learnt, tally) -> None:
-    """One line of the log and one on the screen; every name is in the README's glossary. Each
+    """One line of the log and one on the screen; every name is in docs/log.md. Each
     process looks at its own rollouts, and the processes exchange numbers."""
     judged = rewards  # faithfulness is measured by tapo's turn scores, whatever is paid for
     if config.reward != "tapo":
