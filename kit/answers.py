@@ -8,34 +8,62 @@ Paper       CodeV, arXiv:2511.19661, grades by exact match, by rules for numbers
             by a judge for open answers. We did not find its rules: the table below is ours.
 In          a reply (the text of an <answer>), a reference, the texts of the options if any
 Out         right or wrong; whether a judge may be asked; which option a reply names
-Left out    conversion of units, numbers in words, synonyms, references with several right answers
-Read next   grader.py (when two formulas are equal), rewards.py (what a right answer earns)
+Left out    conversion of units, numbers in words, synonyms
+Read next   formulas.py (when two formulas are equal), rewards.py (what a right answer earns)
 
-The specification. * marks what other projects settle differently.
+The specification, which tests/test_answers.py reads. Several replies are parted by " ; ". Options
+stand in brackets, parted by " / "; ↵ is a new line.
 
-  reference   right                                wrong
-  B           B  b  (B)  B. red  **B**  \boxed{B}  A or B   not B   B and so on (no delimiter) *
-  B           red, if that is the text of B        (A) red, if "red" is the text of B *
-  1234        1,234   1234.0   1{,}234             1,23   1 234 *   1235: whole numbers exactly
-  0.5         .50   1/2   \frac{1}{2}   50%        0.50001: within one part in a million *
-  5 cm        5   5.0 cm   5\text{ cm}   5cm       5 m   50 mm: nothing is converted *
-  28%         28 percent   0.28   28 *             28 cm: units agree where both name one *
-  3           3 apples   $3 *                      3 million   3 or 4   about 3   three *
-  2\sqrt{2}   \sqrt{8}, by math-verify             what math-verify cannot settle in 5 s *
-  blue        Blue.   the blue   "blue"            not blue   blue car   yes, blue *   (empty)
-  blue        azure, if a judge says so            azure without a judge; "Solution:" anyhow *
-  any         at most 1,000 characters             longer
+  reference               right                                     wrong
+  B                       B ; b ; (B) ; B. red ; **B** ; \boxed{B}  A or B ; not B ; B and so on
+                          \boxed{\textbf{(B)}} ; 【B】 ; B：red     B. C ; (B) or (C) ; AB
+  B [red / blue / 2 cm]   B ; blue ; (B) blue ; Option B: blue      (A) blue ; B. red ; red ; D
+  C [red / blue / 2 cm]   C ; 2 cm ; 2 ; \text{(C)}~2               (C) 3 ; C. blue ; B, C
+  B [A / B / C]           B ; B. B ; Option B: B                    B. C ; A. B
+  8 [4 / 6 / 8 / 8]       C ; D ; 8 ; (D) 8                         A ; C. 6 ; C or D
+  C↵D [1 / 2 / 3 / 4]     C, D ; D and C ; D↵C ; CD ; 4, 3          C ; D ; B, C, D ; C or D
+  \boxed{A}               A ; (A) red                               B
+  (A) red                 A ; red ; (A) red ; A. red                (A) blue ; B ; (B) red
+  The answer is red       red ; it's so: the answer is red          blue ; The answer is not red
+  1234                    1,234 ; 1234.0 ; 1{,}234 ; １２３４       1,23 ; 1 234 ; 1235
+  0.5                     .50 ; 1/2 ; \frac{1}{2} ; ½ ; 50%         0.50001 ; 1,5
+  1.6 \times 10^{-19}     1.6e-19 ; 1.6×10⁻¹⁹ ; 1.6 x 10^-19        9.1 \times 10^{-31} ; 0 ; 1.6
+  0                       0.0 ; -0                                  10^{-40} ; 0.0000001
+  -2                      –2 ; − 2 ; -\frac{4}{2}                   2
+  5 cm                    5 ; 5.0 cm ; 5\text{ cm} ; 5cm            5 m ; 50 mm ; 5 cm^2
+  5 km/h                  5 ; 5 km per hour ; 5\mathrm{~km}/h       5 km ; 5 m/s
+  12 m^2                  12 ; 12 m² ; 12 square meters             12 m ; 12 m^3
+  30 °C                   30 ; 30°C ; 30^\circ C                    30 °F ; 31 °C
+  28%                     28 percent ; 0.28 ; 28 ; 28\%             28 cm ; 29
+  3                       3 apples ; $3 ; x = 3                     3 million ; 3 or 4 ; ~3 ; three
+                          3。                                       about 3 ; 3x ; \approx 3 ; 3-4
+  2\sqrt{3}               2√3 ; 2√{3} ; 2*sqrt(3) ; \sqrt{12}       2√5 ; 2 ; √3 ; 3.464 ; 2\sqrt{3
+  1-\frac{1}{e}           1 - e^{-1} ; 0.6321206                    1+\frac{1}{e} ; 1 ; 0.6321
+  4\pi                    4 pi ; 4π ; 4·π                           4 ; 12.56
+  4\sqrt{3}\text{ cm}     4√3 ; 4 √3 cm                             4√3 m ; 4
+  x²                      x^2 ; x^{2} ; x*x                         x2 ; 2x ; x
+  y ≤ 5                   y \le 5 ; y <= 5 ; 5 \geq y               y < 5 ; y ≥ 5 ; 5
+  $8: 5$                  8:5 ; 8 : 5                               16:10 ; 8 ; 5:8
+  $3 a b$                 3ab ; 3*b*a                               3a ; 3
+  ±3                      \pm 3 ; 3, -3                             3 ; -3
+  (1, 2)                  (1,2) ; \left(1, 2\right)                 (2, 1) ; 1, 2 ; [1, 2]
+  H2O                     H2O                                       HO2 ; 2OH
+  blue                    Blue. ; the blue ; "blue" ; \text{blue}   not blue ; blue car ; yes, blue
+  蓝色                    蓝色。 ; “蓝色”                           红色
 
-Text before the last "answer is" or "answer:", or outside the last \boxed{}, is working. *
+Whole numbers are equal exactly, others within one part in a million; only 0 is 0. Words for the
+same thing ("azure" for blue) are right if a judge says so. Text before the last "answer is" or
+"answer:", or outside the last \boxed{}, is working. More than 1,000 characters are wrong.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 from string import ascii_uppercase as LETTERS
 
+from kit.amounts import read_number, same_number, split_unit
+from kit.formulas import FUNCTIONS, GROUP, plain
 from kit.grader import GRADER
 
 MAX_ANSWER = 1000  # characters: long answers are how graders get talked round
@@ -50,58 +78,70 @@ different answers, a refusal or a remark about the question are not the same.
 Reply with one JSON object, nothing else: {"reason": "<one sentence>", "same": true or false}"""
 
 # Each expression reads one kind of thing in the table; CUE is all the text up to "answer is".
-CUE = re.compile(r".*\b(?:answer|option|choice)\b[\s*]*(?:is\b|:)[\s*:]*", re.I | re.S)
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-WRAPPED = re.compile(r"\$+([^$]+)\$+|\\\((.+)\\\)|\\\[(.+)\\\]|\\(?:text|mathrm)\{([^{}]*)\}")
-LONE = re.compile(r"\(?[A-Z]\)?")  # a reference that is a letter, though no options are listed
-LETTER = re.compile(r"(?:option )?\(?([a-z])(?:$|[.):,]+ ?(.*))", re.I)  # "B", "(B)", "B. red"
-ANOTHER = re.compile(r"\W*[A-Za-z]\W*$|.*(?:\([A-Za-z]\)|(?:\b(?:or|and)|[,/&]) ?[A-Z]\b)")
-NUMBER = re.compile(
-    r"([-+]?) ?([$€£]?) ?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(e[-+]?\d\d?)?"
-    r"(?: ?/ ?(0*[1-9]\d*))?( ?[%°]| (?!thousand|.illion)[^\W\d_]+)?"
+CUE = re.compile(r".*\b(?:answer|option|choice)\b[\s*]*(?:is\b|[:：])[\s*:：]*", re.I | re.S)
+BOXED = re.compile(rf"\\f?boxed\s*\{{({GROUP})\}}")
+LETTER = re.compile(  # "B", "(B)", "B. red"
+    r"(?:(?:option|choice) )?[(\[{]* ?([a-z]) ?(?:$|[)\]}.:,]+ ?(.*))", re.I
 )
-LATEX = {
-    r"\\(?:text|mathrm|mbox)\{([^{}]*)\}": r" \1",
-    r"\$([^$]+)\$": r"\1",
-    r"\\[,;: ]|~": " ",
-    r"\{,\}": ",",
-    r" ?\^\{?\\circ\}?": "°",
-    r"\\([%$])": r"\1",
-    "−": "-",
-}
-SIGNS = {"percent": "%", "dollars": "$", "degrees": "°"}
-FORMULA = re.compile(r"[\\^=√π]|\b[a-z] ?[-+*/]|[-+*/] ?[a-z]\b", re.I)
+LETTERED = re.compile(r"\(?([A-Z])\)?(?:(?<=\)) ?(.+))?")  # a reference without options
+ANOTHER = re.compile(r"^\W*([A-Za-z])\W*$|\(([A-Za-z])\)|(?:\b(?:or|and)|[,/&]) ?([A-Z])\b")
+AND = re.compile(r"\s*[\n,;&，；、]\s*(?:and )?| and ")  # parts an answer that names several
+FORMULA = re.compile(r"[\\^=√π<>≤≥≠±∞*+]|\b[a-z] ?[-/]|[-/] ?[a-z]\b", re.I)
+OPERAND = re.compile(r"[(\[:!|]|\d ?[A-Za-z]")  # what only the comparison of formulas reads
+WORD = re.compile(r"(?<![\\a-z])[a-z]{2}", re.I)  # but not \frac
+LONG_WORD = re.compile(
+    rf"(?<![\\A-Za-z])(?!(?:{'|'.join(FUNCTIONS)})(?![A-Za-z]))[A-Za-z]{{3,}}|\b(?:or|and|to|is)\b"
+)
 OPENER = re.compile(
     r"(?i)((ok(ay)?|sure|well|so|solution|reasoning|thought process|(final )?answer|step by step|"
     r"let(['’]s| us| me) (think|solve|work|look|see|answer|find)\b[^.:]*)\W*)+"
 )
-WORD = re.compile(r"(?<![\\a-z])[a-z]{2}", re.I)  # but not \frac
 
 
 def is_correct(reply: str | None, reference: str, options: Sequence[str] = ()) -> bool:
     """Is a reply right, by the rules alone? None, no reply, is wrong.
 
-    Raises ValueError for a reference that names none of the options, or several.
+    Raises ValueError for a reference that names none of the options, or several by one text that
+    is none of theirs. (check_reference finds that out when a row is loaded.)
     """
     if reply is None or len(reply) > MAX_ANSWER:
         return False
-    if not options and not LONE.fullmatch(reference.strip()):
+    if options:
+        if not (right := read_choices(reference, options)):
+            raise ValueError(
+                f"the answer should name one of the options {options}, by letter or text, but is "
+                f"{reference!r}: correct the data, or drop the question"
+            )
+        return read_choices(reply, options) == right
+    if not (lettered := LETTERED.fullmatch(final_answer(reference))):
         return same_answer(reply, reference)
-    right = read_choice(reference, options)
-    if right is None:
+    right, text = lettered.groups()
+    if text is None:
+        return read_choice(reply) == right
+    match = LETTER.fullmatch(said := final_answer(reply))
+    letter, rest = (match[1].upper(), match[2] or text) if match else (right, said)
+    return letter == right and same(rest, text)
+
+
+def check_reference(reference: str, options: Sequence[str] = ()) -> None:
+    """Is a row's reference right by its own rule? Raises ValueError, which says why not."""
+    texts = [plain(option) for option in options]
+    if len(texts) > 1 and len(set(texts)) == 1:
+        raise ValueError(f"expected options that differ, got {options}: drop the question")
+    if not is_correct(reference, reference, options):
         raise ValueError(
-            f"the answer should name one of the options {options}, by letter or text, but is "
-            f"{reference!r}: correct the data, or drop the question"
+            f"expected a reference of 1 to {MAX_ANSWER} characters that is right by its own rule, "
+            f"got {reference!r}: correct the data, or drop the question"
         )
-    return read_choice(reply, options) == right
 
 
 def is_open(reply: str | None, reference: str, options: Sequence[str] = ()) -> bool:
     """May a judge say whether a reply is right? Not where the reference is an option, a number or
     a formula. Nor where the reply says nothing: judges are known to pass ":" and "Solution:"."""
-    plain = unwrap(reference)
-    ruled = LONE.fullmatch(plain) or read_number(plain) or is_formula(plain)
-    if options or ruled or not plain or reply is None or len(reply) > MAX_ANSWER:
+    wanted = final_answer(reference)
+    formula = FORMULA.search(wanted) and not WORD.search(wanted)
+    ruled = LETTERED.fullmatch(wanted) or read_number(wanted) or formula
+    if options or ruled or not wanted or reply is None or len(reply) > MAX_ANSWER:
         return False
     said = final_answer(reply)
     return bool(re.search(r"[^\W_]", said)) and not OPENER.fullmatch(said)
@@ -109,89 +149,87 @@ def is_open(reply: str | None, reference: str, options: Sequence[str] = ()) -> b
 
 def read_choice(reply: str, options: Sequence[str] = ()) -> str | None:
     """The one option that a reply names, as a letter; None if it names none, or several.
-    Without options any letter is one."""
-    text = final_answer(reply)
-    letters = LETTERS[: len(options) or None]
+    Without options any letter is one. Of options with equal texts it is the first."""
+    letters = read_choices(reply, options)
+    return next(iter(letters)) if len(letters) == 1 else None
 
-    def with_text(text: str) -> str | None:
-        for same in (same_text, same_answer):  # to the letter, else in meaning
-            fits = [letter for letter, option in zip(letters, options) if same(text, option)]
-            if fits:
-                return fits[0] if len(fits) == 1 else None
-        return None
 
+def read_choices(reply: str, options: Sequence[str] = ()) -> set[str]:
+    """All options that a reply names, as letters; none if it contradicts itself or says more."""
+    texts = [plain(option) for option in options][: len(LETTERS)]
+    said = conclusion(reply)
+    if letter := one_choice(plain(said), texts):
+        return {letter}
+    names = [plain(part) for part in AND.split(re.sub("^[Bb]oth ", "", said))]
+    if re.fullmatch(r"[A-Z](?: ?[A-Z])+", plain(said)):
+        names = [*plain(said).replace(" ", "")]
+    letters = [one_choice(name, texts) for name in names]
+    return {*letters} if None not in letters and options else set()
+
+
+def one_choice(text: str, texts: Sequence[str]) -> str | None:
+    """The one option that a plain text names. The letter counts first, then the text to the
+    letter, then letter and text, which must agree, then a text that means the same."""
+
+    def fitting(text: str) -> list[str]:
+        for rule in (str.__eq__, same_text, same):
+            if fits := [LETTERS[i] for i, each in enumerate(texts) if rule(text, each)]:
+                return [*dict.fromkeys(map(first, fits))]
+        return []
+
+    def first(letter: str) -> str:
+        return LETTERS[texts.index(texts[LETTERS.index(letter)])] if texts else letter
+
+    letters = LETTERS[: len(texts) or None]
     match = LETTER.fullmatch(text)
-    if not match or match[1].upper() not in letters:
-        return with_text(text)
-    letter, rest = match[1].upper(), match[2] or ""
-    contradicted = ANOTHER.match(rest) or with_text(rest) not in (None, letter)
-    return None if contradicted else letter
+    letter, rest = (match[1].upper(), match[2] or "") if match else ("", "")
+    if not letter or letter not in letters or rest and text in texts:  # or an option "I. ..."
+        fits = fitting(text)
+        return fits[0] if len(fits) == 1 else None
+    if rest and (fits := fitting(rest)):
+        return first(letter) if first(letter) in fits else None
+    other_number = texts and read_number(rest) and read_number(texts[LETTERS.index(letter)])
+    names = {name.upper() for found in ANOTHER.findall(rest) for name in found if name}
+    return None if other_number or names & {*letters} - {letter} else first(letter)
 
 
 def same_answer(reply: str, reference: str) -> bool:
     """Compared as numbers if both are numbers, else as texts, else as formulas."""
-    reply, reference = final_answer(reply), unwrap(reference)
+    return same(final_answer(reply), final_answer(reference))
+
+
+def same(reply: str, reference: str) -> bool:
+    """same_answer of two plain texts."""
     said, wanted = read_number(reply), read_number(reference)
     if said and wanted:
         return same_number(*said, *wanted)
     if same_text(reply, reference):
         return True
-    formulas = (said or is_formula(reply)) and (wanted or is_formula(reference))
-    return bool(formulas) and GRADER.same(reply, reference)
+    (reply, unit), (reference, wanted_unit) = split_unit(reply), split_unit(reference)
+    if unit != wanted_unit and unit and wanted_unit or LONG_WORD.search(f"{reply} {reference}"):
+        return False
+    formula = any(FORMULA.search(t) or OPERAND.search(t) for t in (reply, reference))
+    return formula and GRADER.same(reply, reference)
 
 
 def same_text(reply: str, reference: str) -> bool:
-    """Equal but for case, hyphens between letters, a first article and outer punctuation, and
-    for blanks after a comma or between a number and its unit."""
+    """Equal but for case, hyphens between letters, a first article, and blanks around a sign, after
+    a comma, or between a number and its unit."""
 
-    def plain(text: str) -> str:
-        text = re.sub(r"(?<=[^\W\d])-(?=[^\W\d])", " ", text.casefold()).strip(" .,;:!?")
+    def folded(text: str) -> str:
+        text = re.sub(r"(?<=[^\W\d])-(?=[^\W\d])", " ", text.casefold())
+        text = re.sub(r" ?([*/+=<>≤≥±:]) ?", r"\1", text)
         return re.sub(r"^(?:a|an|the) (?=.)|(?<=,) |(?<=\d) (?=[a-z])", "", text)
 
-    return plain(reply) == plain(reference) != ""
+    return folded(reply) == folded(reference) != ""
 
 
-def read_number(text: str) -> tuple[Fraction, str] | None:
-    """(value, unit or "") if the whole text is one number, else None."""
-    for latex, plain in LATEX.items():
-        text = re.sub(latex, plain, text)
-    text = " ".join(text.casefold().split())
-    if (match := NUMBER.fullmatch(text)) is None:
-        return None
-    sign, currency, digits, power, below, unit = match.groups("")
-    value = Fraction(sign + digits.replace(",", "") + power) / int(below or 1)
-    return value, SIGNS.get(unit.strip(), unit.strip()) or currency
-
-
-def same_number(said: Fraction, unit: str, wanted: Fraction, wanted_unit: str) -> bool:
-    """Whole numbers exactly, others within a millionth of `wanted`. 28% is 28 and also 0.28."""
-
-    def close(said: Fraction, wanted: Fraction) -> bool:
-        whole = said.denominator == wanted.denominator == 1
-        return said == wanted or not whole and abs(said - wanted) * 10**6 <= abs(wanted)
-
-    if (unit, wanted_unit) == ("%", "") and close(said / 100, wanted):
-        return True
-    if (unit, wanted_unit) == ("", "%") and close(said, wanted / 100):
-        return True
-    return (unit == wanted_unit or "" in (unit, wanted_unit)) and close(said, wanted)
-
-
-def is_formula(text: str) -> bool:
-    return bool(FORMULA.search(text)) and not WORD.search(text)
+def conclusion(reply: str) -> str:
+    """What is left of a reply without its working."""
+    text = CUE.sub("", reply, count=1)
+    return (BOXED.findall(text) or [text])[-1]
 
 
 def final_answer(reply: str) -> str:
     """What is left of a reply without its working and its markup."""
-    text = CUE.sub("", reply, count=1)
-    return unwrap((BOXED.findall(text) or [text])[-1])
-
-
-def unwrap(text: str) -> str:
-    """Take off what carries no meaning: markup, quotes, formula delimiters, a final full stop."""
-    text, before = " ".join(text.split()), None
-    while text != before:
-        before, text = text, text.strip(" :*`\"'“”‘’").removesuffix(".")
-        match = WRAPPED.fullmatch(text)
-        text = next(filter(None, match.groups()), "") if match else text
-    return text
+    return plain(conclusion(reply))

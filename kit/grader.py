@@ -1,24 +1,28 @@
 """
-grader.py: are two formulas equal? math-verify answers, in a process of its own.
+grader.py: are two formulas equal? Read in a process of its own, with a limit.
 
-Concept     math-verify keeps its time limit by SIGALRM, which only a main thread may set; without a
-            limit "9^{9^9}" hangs the run. So it gets its own process, which ends by itself after
-            some seconds of computing. Waiting for a core of a busy machine does not count.
+Concept     "9^{9^{9^9}}" has no value that a computer could hold, and nobody knows beforehand how
+            long a formula takes. So formulas are read in another process, which ends by itself
+            after some seconds of computing. Waiting for a core of a busy machine does not count.
 Paper       nothing: CodeV does not say how formulas are compared
 In          two texts
 Out         equal or not; what takes too long, or all the memory, is not
-Left out    which texts are formulas (answers.py)
-Read next   answers.py
+Left out    what a formula is and when two are equal (formulas.py)
+Read next   formulas.py, answers.py
 """
 
 from __future__ import annotations
 
 import atexit
-import inspect
 import json
+import resource
+import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # the folder of kit
 
 
 class MathGrader:
@@ -30,16 +34,19 @@ class MathGrader:
         self.process: subprocess.Popen | None = None
 
     def same(self, reply: str, reference: str) -> bool:
-        """Are two formulas equal? Raises RuntimeError if math-verify cannot be started."""
+        """Are two formulas equal? Raises RuntimeError if the process cannot be started."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                program = inspect.getsource(_grade_forever) + f"_grade_forever({self.seconds})"
+                program = (
+                    f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+                    f"from kit.grader import serve; serve({self.seconds})"
+                )
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
                 self.process = subprocess.Popen([sys.executable, "-P", "-c", program], **pipes)
                 if self.process.stdout.readline() != b"ready\n":
                     raise RuntimeError(
-                        "expected math-verify to start, but its process ended (the reason stands "
-                        "above); try: pip install -r requirements.txt"
+                        "expected the grader of formulas to start, but its process ended (the "
+                        "reason stands above); try: pip install -r requirements.txt"
                     )
             self.process.stdin.write(json.dumps([reply, reference]).encode() + b"\n")
             line = self.process.stdout.readline()
@@ -53,26 +60,20 @@ class MathGrader:
             self.process.communicate()
 
 
-def _grade_forever(seconds: float) -> None:
+def serve(seconds: float) -> None:
     """The other process. A line [reply, reference] in, a line "1" or "0" out."""
-    import json  # noqa: E401
-    import logging
-    import resource
-    import signal
-    import sys
+    from kit.formulas import equal
 
-    from math_verify import parse, verify
-
-    logging.disable()
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     print("ready", flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing; then SIGPROF ends us
-        # Each text as one formula: "1 or 2" is then a set of two and equals neither.
-        texts = (f"${text.replace('$', '')}$" for text in json.loads(line))
-        reply, reference = (parse(text, parsing_timeout=None) for text in texts)
-        print(int(verify(reference, reply, timeout_seconds=None)), flush=True)
+        try:
+            verdict = equal(*json.loads(line))
+        except (ValueError, TypeError, ArithmeticError, RecursionError, NotImplementedError):
+            verdict = False  # one of the two is no formula, or has no value
         signal.setitimer(signal.ITIMER_PROF, 0)
+        print(int(verdict), flush=True)
 
 
 GRADER = MathGrader()

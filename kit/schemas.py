@@ -15,12 +15,11 @@ import re
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
-from string import ascii_uppercase as LETTERS
 from typing import NamedTuple
 
 from PIL import Image
 
-from kit.answers import read_choice
+from kit.answers import check_reference
 from kit.boxes import outwards
 from kit.tables import read_image
 from kit.usable import Bad
@@ -103,15 +102,13 @@ def plain_question(text: str) -> str:
 
 
 def check_options(answer: str, options: object) -> None:
-    """Options differ, and the answer names one of them by letter or text. There may be none."""
+    """Options are texts, and the answer is right by its own rule. There may be no options."""
     if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
         raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
-    texts = [option.strip() for option in options]
-    names = [*LETTERS[: len(texts)], *map(str.upper, texts)]
-    unclear = len(set(texts)) < len(texts) or read_choice(answer, options) is None
-    if not answer or texts and (answer.upper() not in names or unclear):
-        what = f"{answer!r} is no letter or text of one option; all should differ: {options}"
-        raise Bad("answer", what if texts else "it is empty")
+    try:
+        check_reference(answer, options)
+    except ValueError as error:
+        raise Bad("answer", str(error)) from error
 
 
 def named(source: str, words: Iterable[str]) -> str | None:

@@ -1,12 +1,46 @@
-"""python -m pytest tests/test_answers.py      about 9 s, most of them to import torch"""
+"""python -m pytest tests/test_answers.py      about 20 s, most of them for the laws"""
+
+import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kit.answers import is_correct, is_open, read_choice, same_answer
+from kit import answers
+from kit.answers import check_reference, is_correct, is_open, read_choice, same_answer
+from kit.formulas import plain
 
-TABLE = [
+
+def specification():
+    """(reference, options, reply, right?) of each reply in the table at the head of answers.py."""
+    table = re.search(r" right +wrong\n(.*?)\n\n", answers.__doc__, re.DOTALL)[1]
+    for line in table.splitlines():
+        cells = re.split(r" {2,}", line.strip())
+        if line[2] != " ":
+            head = re.fullmatch(r"(.*?)(?: \[(.*)\])?", cells.pop(0))
+            reference, options = head[1], tuple(head[2].split(" / ")) if head[2] else ()
+        assert len(cells) == 2, line
+        for replies, right in zip(cells, (True, False)):
+            for reply in replies.split(" ; "):
+                yield *(text.replace("↵", "\n") for text in (reference, reply)), options, right
+
+
+SPECIFICATION = [*specification()]
+
+
+@pytest.mark.parametrize("reference, reply, options, right", SPECIFICATION)
+def test_the_specification(reference, reply, options, right):
+    check_reference(reference, options)
+    assert is_correct(reply, reference, options) is right
+
+
+def test_the_specification_is_read():
+    assert (
+        len(SPECIFICATION) > 180 and ("B", "red", ("red", "blue", "2 cm"), False) in SPECIFICATION
+    )
+
+
+MORE = [
     # reference, reply, right?
     ("B", "(B) the red one", True),
     ("B", "A or B", False),
@@ -109,8 +143,8 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("reference, reply, right", TABLE)
-def test_the_answer_table(reference, reply, right):
+@pytest.mark.parametrize("reference, reply, right", MORE)
+def test_more_of_the_same(reference, reply, right):
     assert is_correct(reply, reference) is right
 
 
@@ -149,9 +183,19 @@ def test_a_reference_that_is_no_option_is_refused():
         is_correct("A", "green", OPTIONS)
 
 
-def test_working_is_left_out_of_the_reply_alone():
+@pytest.mark.parametrize(
+    "reference, options",
+    [("", ()), ("\\boxed{}", ()), ("1" * 1001, ()), ("green", OPTIONS), ("E", OPTIONS),
+     ("B. 3 m", OPTIONS), ("A or B", OPTIONS), ("B", ("red", "red"))],
+)  # fmt: skip
+def test_a_reference_that_cannot_be_right_is_refused_when_it_is_loaded(reference, options):
+    with pytest.raises(ValueError, match="drop the question"):
+        check_reference(reference, options)
+
+
+def test_working_is_left_out_of_reply_and_reference():
     assert same_answer("The answer is red", "red")
-    assert not same_answer("red", "The answer is red")
+    assert same_answer("red", "The answer is red")
 
 
 def test_no_answer_is_wrong_and_so_is_a_long_one():
@@ -170,6 +214,138 @@ def test_any_text_can_be_graded(reply):
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
 def test_whole_numbers_are_right_exactly_when_equal_however_grouped(a, b):
     assert is_correct(f"{b:,}", str(a)) is (a == b)
+
+
+DEGREES, CENTIMETRES = ("10°", "15°", "20°"), ("6 cm", "12 cm", "18 cm")
+ROOTS = ("2", r"2√{3}", r"√{3}", r"2√{2}")
+LETTERS = ("A", "B", "C", "D", "E")
+REPORTED = [  # by people who train and evaluate such policies: options, reply, the option it names
+    *[(DEGREES, reply, "B") for reply in (
+        r"\boxed{\textbf{(B)}}", r"\boxed{\mathbf{B}}", r"\boxed{\text{(B)}\ 15^\circ}",
+        r"\boxed{\textbf{(B) } 15^\circ}", r"\boxed{{\bf (B)} 15^\circ}", r"\(\boxed{\text{B}}\)",
+        r"$\boldsymbol{B}$", r"\textit{B}. 15°", r"\boxed{\text{B: }15^{\circ}}")],
+    (CENTIMETRES, r"\boxed{\text{(B)} ~ 18}", None),
+    (CENTIMETRES, r"\boxed{\text{(B)} ~ 12}", "B"),
+    *[(LETTERS, reply, "B") for reply in ("B. B", "(B) B", "B: B", "Option B: B", "**B. B**")],
+    *[(LETTERS, reply, None) for reply in ("B. C", "B or C", "B: A", "(B) or (C)")],
+    *[(ROOTS, reply, "B") for reply in (r"\boxed{2\sqrt{3}}", "2√3", r"B. $2\sqrt 3$")],
+    (ROOTS, "2√7", None),
+    (("2", "√{3}", "4", "6"), "2√3", None),
+    ((r"$4 \times 6$", r"$3 \times 8$"), r"3 \times 8", "B"),
+    ((r"$4 \times 6$", r"$3 \times 8$"), "24", None),
+    (("blue", "red"), "（B）", "B"),
+    (("blue", "red"), "【B】 red", "B"),
+    (("blue", "red"), "Ｂ。", "B"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, reply, letter", REPORTED)
+def test_reported_choices(options, reply, letter):
+    assert read_choice(reply, options) == letter
+
+
+# Laws
+
+numbers = st.one_of(
+    st.integers(-30, 30).map(str),
+    st.sampled_from(
+        ["0.5", ".5", "1/2", "2 1/2", "1e5", "1,234", "1.6e-19", "6.63e-34", "0.0", "50%"]
+    ),
+)
+amounts = st.tuples(
+    numbers, st.sampled_from(["", "cm", "m", " m^2", " m²", " km/h", " °C", " square meters", "%"])
+).map("".join)
+letters = st.sampled_from([*"abxyABE", "π", r"\pi", "e"])
+formulas = st.recursive(
+    st.one_of(st.integers(0, 9).map(str), letters, st.sampled_from(["0.5", r"10^{-31}", "2004!"])),
+    lambda part: st.one_of(
+        st.tuples(part, st.sampled_from(["+", "-", r"\times ", "·", "*", "/"]), part).map("".join),
+        st.builds(r"\frac{{{}}}{{{}}}".format, part, part),
+        st.builds("({})^{{{}}}".format, part, st.integers(-3, 3)),
+        st.builds(r"\sqrt{{{}}}".format, part),
+        st.builds("√({})".format, part),
+        st.builds("{}={}".format, letters, part),
+    ),
+    max_leaves=4,
+)
+words = st.sampled_from(
+    "red|the red|blue|dark-blue|New York|no|on|yes|C++|H2O|蓝色|2nd|x-ray".split("|")
+)
+bare = st.one_of(amounts, formulas, words)
+laws = settings(deadline=None, max_examples=150, derandomize=True)
+
+
+@laws
+@given(bare)
+@example("!")
+@example("(A) red")
+@example("The answer is red")
+@example(r"\boxed{A}")
+@example("a=b or c=d")
+@example(r"\frac{1}{")
+@example("A'")
+def test_law_every_reference_is_right_by_its_own_rule(reference):
+    check_reference(reference)
+    assert is_correct(reference, reference)
+
+
+@laws
+@given(bare, bare)
+@example("4√2", "4")
+@example("400 cm^2", r"400 \mathrm{~cm}^{2}")
+@example("x=3", "3")
+@example("28%", "0.28")
+@example("0.0", r"6.63 \times 10^{-34}")
+@example("1", "1.000001")
+@example("1.0000010000005", "1.0")
+def test_law_equality_is_symmetric_where_both_sides_are_bare(one, other):
+    assert same_answer(one, other) == same_answer(other, one)
+
+
+@laws
+@given(st.lists(bare, min_size=2, max_size=5, unique_by=plain), bare)
+@example(["2", "√{3}", "4", "6"], "2√3")
+@example(["28%", "28"], "28")
+@example(["5 cm", "5 m"], "5")
+@example([*"ABCDE"], "B. C")
+@example(["B", "A"], "A. B")
+@example(["red", "blue"], "A, B")
+def test_law_no_answer_equals_two_different_options(options, reply):
+    assert sum(is_correct(reply, letter, options) for letter in "ABCDE"[: len(options)]) <= 1
+    named = [
+        letter for letter, text in zip("ABCDE", options) if is_correct(letter, letter, options)
+    ]
+    assert named == [*"ABCDE"[: len(options)]]
+
+
+DRESSES = (
+    r"\text{%s}", r"\textbf{%s}", r"\mathbf{%s}", r"\mathrm{%s}", r"{\bf %s}", r"\boldsymbol{%s}",
+    r"\boxed{%s}", r"\boxed{\text{%s}}", r"\fbox{\textit{%s}}", "$%s$", r"$\boxed{%s}$", r"\(%s\)",
+    r"\[ %s \]", "**%s**", "`%s`", '"%s"', "“%s”", "The answer is %s.", "**Answer:** %s", "%s。",
+)  # fmt: skip
+
+
+@laws
+@given(bare, bare, st.sampled_from(DRESSES))
+@example("red", "red", r"\boxed{\textbf{%s}}")
+@example("5 cm", "5", "$%s$")
+@example("4", r"4√2", r"\boxed{\text{%s}}")
+@example("D", "D", "Answer: **%s**")
+def test_law_markup_never_changes_a_verdict(reply, reference, dress):
+    right = is_correct(reply, reference)
+    assert is_correct(dress.replace("%s", reply), reference) is right
+    assert is_correct(reply, dress.replace("%s", reference)) is right
+
+
+@laws
+@given(
+    formulas, st.sampled_from(["#", "√", r"\foo", r"\foo{2}", "⊕ 2", "^", "{", " 2 3", "@", "∫"])
+)
+@example("4", "√2")
+@example(r"2√{3}", " or 4")
+def test_law_nothing_is_compared_in_part(formula, more):
+    assert not same_answer(formula + more, formula)
+    assert not same_answer(f"∫{formula}", formula) and not same_answer(f"#{formula}", formula)
 
 
 # Open answers: what the rules call wrong may be right in other words

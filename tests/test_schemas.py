@@ -50,17 +50,22 @@ BAD = [
     (FLAT | {"problem": None, "prompt": [{"role": "system", "content": "x"}]}, "question", "text"),
     (FLAT | {"answer": None}, "answer", "nothing in reward_model.ground_truth or answer"),
     (FLAT | {"answer": ["4", "four"]}, "answer", "expected a text or a number, got"),
-    (FLAT | {"answer": "C", "options": ["one", "two"]}, "answer", "no letter or text"),
-    (FLAT | {"answer": "AB", "options": ["one", "two"]}, "answer", "no letter or text"),
+    (FLAT | {"answer": "C", "options": ["one", "two"]}, "answer", "should name one of the options"),
+    (
+        FLAT | {"answer": "AC", "options": ["one", "two"]},
+        "answer",
+        "by letter or text, but is 'AC'",
+    ),
+    (FLAT | {"answer": "1" * 1001}, "answer", "right by its own rule"),
     (FLAT | {"options": "(A) one"}, "options", "expected a list of texts, got '.A. one'"),
     (FLAT | {"options": ["one", None]}, "options", "expected a list of texts"),
+    (FLAT | {"answer": "x", "options": ["x", "x"]}, "answer", "options that differ, got"),
+    (FLAT | {"answer": "A", "options": ["red", "red "]}, "answer", "options that differ, got"),
     (
-        FLAT | {"answer": "x", "options": ["x", "x"]},
+        FLAT | {"answer": "a cat", "options": ["a  cat x", "the cat", "cat"]},
         "answer",
-        "'x' is no letter or text of one option",
+        "should name",
     ),
-    (FLAT | {"answer": "A", "options": ["red", "red "]}, "answer", "all should differ"),
-    (FLAT | {"answer": "cat", "options": ["cat", "a cat"]}, "answer", "text of one option"),
     (FLAT | {"boxes": [1, 2, 3, 4]}, "boxes", "x0, y0, x1, y1"),
     (FLAT | {"boxes": [[1, 2, 3, math.nan]]}, "boxes", "holds NaN or infinity"),
     (FLAT | {"boxes": [[1, 2, 3, math.inf]]}, "boxes", "holds NaN or infinity"),
@@ -89,6 +94,13 @@ def test_boxes_are_rounded_outwards_and_cut_at_the_border():
 def test_options_may_differ_in_blanks_from_the_answer():
     fields = rl_fields(FLAT | {"answer": "red", "options": ["red ", "green"]}, 0, Path())
     assert is_correct("A", fields["answer"], fields["options"])
+
+
+def test_a_reference_may_name_several_options_or_one_that_stands_there_twice():
+    for answer, options, right in (("A\nB", ["1", "2", "3"], "B, A"), ("8", ["6", "8", "8"], "C")):
+        fields = rl_fields(FLAT | {"answer": answer, "options": options}, 0, Path())
+        assert is_correct(right, fields["answer"], fields["options"])
+        assert not is_correct("A", fields["answer"], fields["options"])
 
 
 SOURCES = [
