@@ -32,10 +32,13 @@ UNITS = {  # unit -> its names; symbols also take the prefixes k, c, m, ..., and
     "lb": "pound", "oz": "ounce", "°": "degree deg", "°C": "", "°F": "", "%": "percent pct",
     "$": "dollar usd", "€": "euro", "£": "", "cc": "",
 }  # fmt: skip
-PREFIX = r"(k|kilo|c|centi|m|milli|d|deci|M|mega|G|giga|µ|μ|micro|n|nano)?"
+PREFIXES = {"kilo": "k", "centi": "c", "milli": "m", "deci": "d", "mega": "M", "giga": "G",
+            "micro": "μ", "nano": "n"}  # fmt: skip
 UNIT_OF = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
 NAMED = sorted(UNIT_OF, key=len, reverse=True)
-UNIT = re.compile(rf"{PREFIX}({'|'.join(map(re.escape, NAMED))})(?:s|es)?")
+UNIT = re.compile(
+    rf"({'|'.join(PREFIXES)}|[kcmdMGμn])?({'|'.join(map(re.escape, NAMED))})(?:s|es)?"
+)
 FACTOR = re.compile(r" ?([*/]?) ?([^\W\d_]+|°[CF]?|[%$€£])\.?(?:\^?(-?\d))?")
 AMOUNTS = re.compile(  # what follows a number and is no unit: part of the number, or a letter
     rf"(?:hundred|thousand|.illion|dozen|lakh|crore|hal(?:f|ve)|third|quarter|\w+th|squared|cubed|"
@@ -61,14 +64,16 @@ def read_unit(text: str) -> str | None:
     text = re.sub(r"(?:°|degrees?) ?([CF])(?:elsius|ahrenheit)?\b", r"°\1", text, flags=re.I)
     text = re.sub(r"(?i)\b(?:square|sq\.?) (\w+)|(\w+) squared", r"\1\2^2", text)
     text = re.sub(r"(?i)\b(?:cubic|cu\.?) (\w+)|(\w+) cubed", r"\1\2^3", text)
-    text = re.sub(r"\bkm?p?h$", "km/h", text.replace(" per ", "/").replace("mph", "mi/h")).rstrip()
+    text = re.sub(
+        r"\bkm?p?h$", "km/h", text.replace("μ ", "μ").replace(" per ", "/").replace("mph", "mi/h")
+    ).rstrip()
     if not re.fullmatch(rf"(?:{FACTOR.pattern})*", text):
         return None
     powers: dict[str, int] = {}
     for over, name, power in FACTOR.findall(text):
-        match = UNIT.fullmatch(name) or len(name) > 2 and UNIT.fullmatch(name.lower())
+        match = UNIT.fullmatch(name) or len(name) > 1 and UNIT.fullmatch(name.lower())
         if match:
-            name = (match[1] or "")[:1] + UNIT_OF[match[2]]
+            name = PREFIXES.get(match[1], match[1] or "") + UNIT_OF[match[2]]
         elif len(powers) or len(name) < 3 or text[0] != " " or AMOUNTS.fullmatch(name.lower()):
             return None
         powers[name.rstrip("s") or "s"] = int(power or 1) * (-1 if over == "/" else 1)

@@ -90,7 +90,7 @@ FORMULA = re.compile(r"[\\^=√π<>≤≥≠±∞*+]|\b[a-z] ?[-/]|[-/] ?[a-z]\b
 OPERAND = re.compile(r"[(\[:!|]|\d ?[A-Za-z]")  # what only the comparison of formulas reads
 WORD = re.compile(r"(?<![\\a-z])[a-z]{2}", re.I)  # but not \frac
 LONG_WORD = re.compile(
-    rf"(?<![\\A-Za-z])(?!(?:{'|'.join(FUNCTIONS)})(?![A-Za-z]))[A-Za-z]{{3,}}|\b(?:or|and|to|is)\b"
+    rf"(?<![\\A-Za-z\d])(?!(?:{'|'.join(FUNCTIONS)})(?![A-Za-z]))[A-Za-z]{{3,}}|\b(?:or|and|to|is)\b"
 )
 OPENER = re.compile(
     r"(?i)((ok(ay)?|sure|well|so|solution|reasoning|thought process|(final )?answer|step by step|"

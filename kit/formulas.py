@@ -34,7 +34,8 @@ SIGNS = {
     "<": r"\lt", ">": r"\gt", "±": r"+/- \pm", "∓": r"\mp", "∞": r"\infty infinity", "∈": r"\in",
     "√": r"\sqrt sqrt", "≈": r"\approx \sim ∼", "°": r"^\circ ^{\circ} \circ \degree", "'": r"′",
     "|": r"\lvert \rvert \vert", "%": r"\%", "$": r"\$", "\\frac": r"\dfrac \tfrac \cfrac",
-    " ": r"\, \; \: \quad \qquad \\", "(": "【 〔 「", ")": "】 〕 」", ".": "。", ",": "、 {,}",
+    " ": r"\, \; \: \quad \qquad \\", "∠": r"\angle", "△": r"\triangle", "(": "【 〔",
+    ")": "】 〕", ".": "。", ",": "、 {,}",
 }  # fmt: skip
 GREEK = dict(zip(
     ("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho "
@@ -64,7 +65,7 @@ MARKUP = {
     rf"{STYLES}(?![A-Za-z]) ?": "",
     r"(?<!\\)\$\$?([^$]+?)(?<!\\)\$\$?": r"\1",
     r"\\[(\[](.+?)\\[)\]]": r"\1",
-    r"(?<![\w)*])(\*\*|__|\*|`)(?=\S)(.+?)(?<=\S)\1(?![\w(*])": r"\2",
+    r"(?<![\w)*])(\*\*|__|\*|_|`)(?=\S)(.+?)(?<=\S)\1(?![\w(*])": r"\2",
     r"(?<![\\_^}\]√A-Za-z])\{([A-Za-z ]+)\}": r"\1",  # {\rm cm}
 }
 LAYOUT = {
@@ -95,7 +96,7 @@ def plain(text: str) -> str:
     before = None
     while text != before:
         before, text = text, text.strip(" *`").lstrip(":") or text.strip()
-        text = re.sub(r"""^(?:["'“‘](.*)["'”’]|\{(.*)\})$""", r"\1\2", text)
+        text = re.sub(r"""^(?:["'“‘「](.*)["'”’」]|\{(.*)\})$""", r"\1\2", text)
         text = re.sub(r"(?<=.)(?:[.,;:?]|(?<=[^\W\d_]{2})!)$", "", text)
     return text
 

@@ -244,6 +244,22 @@ def test_reported_choices(options, reply, letter):
     assert read_choice(reply, options) == letter
 
 
+UNITS = [
+    ("5 MW", "5 mW", False), ("5 MW", "5 megawatts", True), ("5 mm", "5 millimetres", True),
+    ("6 μm", "6 micrometers", True), ("6 μm", "6 mm", False), ("60 mph", "60 miles per hour", True),
+    ("9.8 m/s²", "9.8 meters per second squared", True), ("9.8 m/s²", "9.8 m/s", False),
+    ("20 N·m", "20 N m", True), ("10 cm³", "10 cubic centimeters", True), ("5 CM", "5 cm", True),
+    ("300 K", "300", True), ("3K", "3", False), ("1990s", "1990", False), ("3 dozen", "3", False),
+    (r"25\pi \text{ cm}^2", "25π", True), ("25π cm²", "25π m²", False), ("5:30 am", "5", False),
+    (r"400 \mathrm{~cm}^{2}", "400", True), ("30 °C", "30 degrees Celsius", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reference, reply, right", UNITS)
+def test_units(reference, reply, right):
+    assert is_correct(reply, reference) is right and is_correct(reference, reply) is right
+
+
 # Laws
 
 numbers = st.one_of(
