@@ -219,12 +219,13 @@ def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
 def test_a_step_is_reported_in_numbers_of_its_own_rollouts(tmp_path):
     """Whatever is paid for, faithfulness is measured by the scores of tapo."""
     sample = toy_questions(1, seed=3)[0]
-    good, ours = crop(sample, sample.boxes[0]), Observation(environment="the sandbox broke")
+    good, bad = crop(sample, sample.boxes[0]), crop(sample, (0, 0, 256, 128))
+    ours = Observation(environment="the sandbox broke")
     failed = Observation(error="NameError", red_lines=["sandbox_error"])
     group = [
         hand_made(sample, good, answer=sample.answer),
         hand_made(sample, ours, failed, answer="no"),
-        hand_made(sample, answer=None),
+        hand_made(sample, bad, answer=None),
     ]
     config = Config(out=str(tmp_path), reward="accuracy")
     a_run = run_of(config)
@@ -236,9 +237,9 @@ def test_a_step_is_reported_in_numbers_of_its_own_rollouts(tmp_path):
     tally = Counter(generated_tokens=7, decode_seconds=0.5)
     train.report_step(a_run, config, world, 1, [group], rewards, learnt, tally)
     (line,) = a_run.log_lines("rl")
-    assert (line["calls"], line["environment"], line["generated_tokens"]) == (1, 1, 7)
+    assert (line["environment"], line["generated_tokens"], line["tool_use"]) == (1, 7, 1)
+    assert line["calls"] == pytest.approx(4 / 3, abs=1e-5)
     assert line["useful_calls"] == line["faithful"] == pytest.approx(1 / 3, abs=1e-5)
-    assert line["tool_use"] == pytest.approx(2 / 3, abs=1e-5)
     assert line["error_rate"] == pytest.approx(1 / 3, abs=1e-5)
     assert line["answer"] == pytest.approx(1 / 3, abs=1e-5) and line["tools"] == 0
     assert line["kl"] is None and not any("seconds" in name for name in line)
@@ -440,6 +441,14 @@ def test_what_cannot_be_played_or_judged_is_refused_before_weights_load(
     with pytest.raises(SystemExit) as stopped:
         train.main(parse_config(["--out", str(tmp_path / "run"), *words]))
     assert message in capsys.readouterr().err or message in str(stopped.value)
+
+
+def test_every_process_needs_a_question(tmp_path):
+    config = Config(out=str(tmp_path), questions=12)
+    a_run = run_of(config)
+    a_run.n = 13
+    with pytest.raises(ValueError, match="--questions 12 for 13 processes: raise it"):
+        train.world_of(a_run, config)
 
 
 def test_a_run_without_a_demonstration_that_fits_is_refused(policy, tmp_path):
