@@ -57,9 +57,9 @@ TRACKERS, FROZEN = ("none", "tensorboard", "wandb", "trackio"), ("none", "sft", 
 
 @dataclass(frozen=True)
 class Config:
-    """Every field is a flag, and what is saved beside each run. Its name says where the default of
-    the paper's 7B run comes from: the paper, notes by others on it, verl (a library for RL), Thyme
-    (its SFT data and code) or us. The presets below say where the toy differs."""
+    """Every field is a flag, and is saved beside each run. The word before its default says who the
+    default of the 7B run is from: the paper, notes by others on it, verl (a library for RL), Thyme
+    (data and code for SFT), or us. The presets below say where the toy differs."""
 
     preset: str = ours("toy", "a set of defaults", choices=("toy", "codev-7b", "tiny-base"))
     model: str = ours("tiny", "checkpoint folder or hub name to start from")
@@ -78,7 +78,7 @@ class Config:
     max_pixels: int = thyme(3_211_264, "pixels of an image (RL: ours); 0: the model's own", least=0)
     judge_url: str = ours("", "OpenAI-compatible server of the judge; its key: JUDGE_API_KEY")
     judge_model: str = notes("Qwen/Qwen2.5-VL-32B-Instruct", "the judge's name there")
-    shortcut: float = ours(1.0, "toy: squares with their usual texture; 1: all", least=0, most=1)
+    shortcut: float = ours(1.0, "toy: share of squares in their usual texture", least=0, most=1)
 
     sft_steps: int = ours(-1, "steps of SFT; -1: --sft-epochs; 0: --model has had it", least=-1)
     sft_epochs: float = paper(3.0, "passes over --sft-data", above=0)
@@ -98,13 +98,13 @@ class Config:
     max_length: int = thyme(10240, "tokens of a whole trajectory (in RL: ours)")
     max_log_chars: int = ours(2000, "characters of a program's output; errors stay whole", least=0)
 
-    reward: str = paper("tapo", "a key of REWARDS, one of beyond/rivals.py or my_file.my_reward")
+    reward: str = paper("tapo", "tapo, accuracy, tool_bonus, random, a rival, my_file.my_reward")
     lambda_acc: float = ours(1.0, "weight of a right answer, Eq. 5", above=0)
     lambda_tool: float = ours(0.2, "weight of what the tools showed, Eq. 5")
     lambda_fmt: float = ours(0.2, "weight of the format; 0 gives the printed Eq. 5", least=0)
     adv_norm: str = paper("none", "divide by the group's deviation?", choices=ADVANTAGES)
     ratio_anchor: str = ours("old", "denominator of Eq. 3; notes have ref", choices=("old", "ref"))
-    loss_agg: str = verl("token", "a mean over all tokens, or by rollout", choices=LOSS_AVERAGES)
+    loss_agg: str = verl("token", "mean over all tokens, or over rollouts", choices=LOSS_AVERAGES)
     eps: float = verl(0.2, "clip range of Eq. 4", least=0)
     beta: float = verl(1e-3, "KL weight of Eq. 4; at 0 no reference model is loaded", least=0)
     mask_truncated: bool = ours(False, "a deviation: cut-off rollouts teach nothing")
@@ -115,12 +115,12 @@ class Config:
     activation_checkpointing: bool = ours(True, "recompute activations: time for memory")
 
     kv_budget_gb: float = ours(0.0, "GB for the KV cache; 0: 80 % of what is free", least=0)
-    patience: float = ours(1.0, "seconds for slow code; runs repeat if none is late", least=0)
+    patience: float = ours(1.0, "seconds for slow code; if none is late, a run repeats", least=0)
     sandboxes: int = ours(8, "programs that run at the same time, per process", least=1)
     sandbox_seconds: float = thyme(10.0, "wall-clock limit of one program", least=0.1)
     allow_weak_sandbox: bool = ours(False, "run code that this system cannot fully confine")
     eval_every: int = ours(0, "steps between evaluations of every 4th question; 0: none", least=0)
-    eval_questions: int = ours(512, "held out, a tenth at most; toy: half as many more", least=4)
+    eval_questions: int = ours(512, "at most a tenth of --rl-data; toy: half as many more", least=4)
 
 
 DOORS = {"--plan": "beyond.plan"}

@@ -11,8 +11,6 @@ Left out    time; memory that PyTorch reserves and does not use (5 % of a GPU ar
 Read next   kit/processes.py (what is cut over the GPUs), grpo.py (what a row is)
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys
@@ -31,11 +29,9 @@ QWEN_7B = "Qwen/Qwen2.5-VL-7B-Instruct"  # its published geometry, so that a pla
 GEOMETRY_7B = dict(
     text_config=dict(
         vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-        num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=128000,
-        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24]),
+        num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
     ),
     vision_config=dict(hidden_size=1280, out_hidden_size=3584),  # else transformers' own values
-    tie_word_embeddings=False,
 )  # fmt: skip
 
 

@@ -25,8 +25,6 @@ Read next   train.py, whose Config is the largest command line here
             look_at(options.runs)
 """
 
-from __future__ import annotations
-
 import importlib
 import linecache
 import math

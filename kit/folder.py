@@ -11,8 +11,6 @@ Left out    checkpoints that are written while training goes on
 Read next   processes.py (what else the processes of a run share), train.py (which tells the story)
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -27,7 +25,6 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,7 +35,6 @@ from kit.flags import checked
 from kit.processes import gathered, processes, sync
 from kit.qwen import Policy
 
-T = TypeVar("T")
 WHAT_NOW = "put a copy back, or start a new run with another --out"
 
 
@@ -71,8 +67,8 @@ def read_state(folder: Path) -> dict:
     return state
 
 
-def read_config(folder: Path, kind: type[T]) -> T:
-    """The config of the run in this folder, which is to go on."""
+def read_config(folder: Path, kind: type):
+    """The config of the run in this folder, as a `kind`: the run is to go on."""
     try:
         return replace(checked(kind(**read_json(folder / "config.json"))), out=str(folder))
     except TypeError as error:
@@ -81,8 +77,7 @@ def read_config(folder: Path, kind: type[T]) -> T:
 
 def check_new(folder: Path) -> None:
     if (folder / "state.json").exists():
-        told = f"{folder} holds a run already: continue it with --resume {folder}"
-        raise ValueError(f"{told}, or give this one another --out")
+        raise ValueError(f"{folder} holds a run: --resume {folder} continues it, or change --out")
 
 
 class Run:
@@ -111,15 +106,14 @@ class Run:
             try:  # until this process ends, however it does
                 fcntl.flock(self.log_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                told = f"another process is training in {folder}: wait for it, or change --out"
-                raise ValueError(told) from error
+                raise ValueError(f"another process is training in {folder}: wait for it") from error
         self.state = read_state(folder)
         if self.first:
             write_json(folder / "config.json", config)
             there, counted = self.log_file.tell(), self.state["log_bytes"]
             if there < counted:
-                told = f"{folder}/log.jsonl has {there} bytes, but state.json counts on {counted}"
-                raise ValueError(f"{told}: put the log back, or start a new run")
+                told = f"log.jsonl has {there} bytes, but state.json counts on {counted}"
+                raise ValueError(f"{folder}/{told}: {WHAT_NOW}")
             # A log may run ahead of its checkpoint: those steps will be done, and logged, again.
             self.log_file.truncate(counted)
             self.lines = (folder / "log.jsonl").read_bytes().count(b"\n")
@@ -155,9 +149,7 @@ class Run:
     def diverged(self, what: str) -> str:
         lr, last = f"{self.state['stage']}_lr", self.state["checkpoint"] or "the stage's start"
         how = f"Lower {lr} in {self.folder}/config.json and go on with --resume {self.folder}"
-        return (
-            f"stopped ({self.place()}): {what}. {how} (from {last}), or start a run with it lower"
-        )
+        return f"stopped ({self.place()}): {what}. {how} (from {last})"
 
     def check_weights(self, policy: Policy) -> None:
         """After each step, so that no broken policy plays or is saved. Each process looks at its
@@ -178,10 +170,10 @@ class Run:
             # (times.jsonl is not cut on resume: steps that were done twice stand there twice.)
             with open(self.folder / "times.jsonl", "a") as file:
                 print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
-            if self.team:
-                numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
-                stage = line["stage"]
-                self.team.log({f"{stage}/{k}": v for k, v in numbers.items()}, step=self.lines)
+            if self.team:  # trackers take numbers alone
+                named = {f"{line['stage']}/{k}": v for k, v in line.items()}
+                numbers = {k: v for k, v in named.items() if isinstance(v, int | float)}
+                self.team.log(numbers, step=self.lines)
             self.lines += 1
         self.lap = {}
         if "reward" in line:
@@ -189,10 +181,8 @@ class Run:
         if "grad_norm" in line:
             self.skipped = self.skipped + 1 if line["grad_norm"] is None else 0
         if self.skipped == 3:
-            told = (
-                f"stopped {self.now}: three steps in a row had no finite loss or gradient and were"
-            )
-            raise SystemExit(f"{told} skipped. Start a new run with a lower learning rate.")
+            told = f"stopped {self.now}: three steps in a row had no finite loss or gradient"
+            raise SystemExit(f"{told}. Start a new run with a lower learning rate")
 
     def log_lines(self, stage: str) -> list[dict]:
         lines = map(json.loads, (self.folder / "log.jsonl").read_text().splitlines())
