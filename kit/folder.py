@@ -118,18 +118,14 @@ class Run:
             self.log_file.truncate(counted)
             self.lines = (folder / "log.jsonl").read_bytes().count(b"\n")
 
-    def barrier(self) -> None:
-        """Wait for all processes. One that does not come within the timeout is named."""
-        if self.side:
-            dist.monitored_barrier(self.side, self.timeout, wait_all_ranks=True)
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of a step, which all processes begin together. Its seconds are kept. An error in
-        it is told with its process, phase and step."""
+        """A part of a step, with its seconds kept. All processes begin it together: there is a
+        barrier first. An error in it is told with its process, phase and step."""
         began, before, self.doing = time.perf_counter(), self.doing, name
         try:
-            self.barrier()
+            if self.side:  # a process that does not come within the timeout is named
+                dist.monitored_barrier(self.side, self.timeout, wait_all_ranks=True)
             yield
         except FloatingPointError as error:
             raise SystemExit(self.diverged(str(error))) from error
