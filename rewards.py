@@ -287,13 +287,15 @@ def reward_named(name: str) -> GroupReward:
     if name in REWARDS:
         return REWARDS[name]
     module, _, function = name.rpartition(".")
-    if module:
-        return getattr(importlib.import_module(module), function)
-    rivals = importlib.import_module("beyond.rivals").RIVALS
-    if name not in rivals:
-        known = ", ".join([*REWARDS, *rivals])
-        raise ValueError(f"expected a reward out of {known}, or my_file.my_reward; got {name!r}")
-    return rivals[name]
+    try:
+        if module:
+            return getattr(importlib.import_module(module), function)
+        return importlib.import_module("beyond.rivals").RIVALS[name]
+    except (ImportError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"expected a reward out of {', '.join(REWARDS)}, one of beyond/rivals.py, or "
+            f"my_file.my_reward of a file beside train.py; got {name!r} ({error})"
+        ) from error
 
 
 def score(

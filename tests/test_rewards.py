@@ -561,13 +561,13 @@ def test_a_reward_of_ones_own_is_found_by_file_and_name(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert reward_named("my_file.my_reward") is REWARDS["accuracy"]
     assert reward_named("deepeyes") is RIVALS["deepeyes"]
-    with pytest.raises(ModuleNotFoundError, match="no_file"):
+    with pytest.raises(ValueError, match="beside train.py; got 'no_file"):
         reward_named("no_file.my_reward")
 
 
 def test_an_unknown_reward_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="tapo, accuracy, .*, faitheyes, or my_file.my_reward; got 'tapoo'"
+        ValueError, match="tapo, accuracy, .*, one of beyond.rivals.py, or my_file.my_reward .*; got 'tapoo'"
     ):
         score([], "tapoo", BoxJudge(), Lambdas(), random.Random(0))
 
