@@ -1,8 +1,8 @@
 """
 study.py: train with every reward, in two worlds and with three seeds: what does each one teach?
 
-Concept     The runs differ in the reward alone: they start from the same SFT models, meet the same
-            questions in training, and are asked the same ones at the end.
+Concept     The runs differ in the reward alone: all start from the same SFT models, and meet the
+            same questions.
 Paper       CodeV, arXiv:2511.19661, Tables 1 and 2, Figs. 6, 9 and 10: in our metrics, on the toy
 In          the folder of the study
 Out         study.json, study.png, study_parts.png, and tables in Markdown
@@ -10,12 +10,9 @@ Left out    data sets other than the toy
 Read next   train.py (each run is one call of it), docs/results.md (what came out)
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -24,10 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from evaluate import COLORS, EPISODES, LABELS, LINES, measure, read_trajectories
+from evaluate import COLORS, LABELS, LINES
 from kit.flags import knob, parse, refusals
 from kit.folder import read_json
 
@@ -42,6 +40,10 @@ NAMES = {  # what is compared, and its name in the tables
 REWARDS = tuple(NAMES)[1:-1]
 SHOWN = ("accuracy", "ood_accuracy", "tool_use", "faithful", "crop_area", "error_rate")
 SWEEP = (0.1, 0.2, 0.4)  # of lambda_tool
+# what is drawn: the label of a panel, and its name in log.jsonl
+CURVES = {"tool use": "tool_use", "faithful": "faithful"}
+PARTS = {"answer reward": "answer", "tool reward": "tools", "format reward": "format",
+         "tokens per step": "generated_tokens", "calls per rollout": "calls"}  # fmt: skip
 QUICK = (("tapo", "tool_bonus", "accuracy"), (HOME,), (0,))  # rewards, worlds, seeds
 
 
@@ -69,17 +71,15 @@ class Job:
         return f"{self.reward}{swept}-{self.world.split()[0]}-{self.seed}"
 
     @property
-    def start(self) -> Job | None:
-        """Whose SFT model it takes over: its seed's, once that was measured in this world."""
-        if self.reward == "sft":
-            return None if self.world == HOME else Job("sft", HOME, self.seed)
-        return None if self.reward == "zero-rl" else Job("sft", self.world, self.seed)
+    def start(self) -> "Job | None":
+        """Whose SFT model it takes over: all runs of a seed start from one."""
+        return None if self.reward in ("sft", "zero-rl") else Job("sft", HOME, self.seed)
 
     def command(self, study: Path) -> list[str]:
         """What one would type by hand. A run that was cut off goes on where it was."""
         folder = study / self.name
-        flags = {"--seed": self.seed, "--shortcut": WORLDS[self.world], "--eval-every": 10}
-        flags |= {"--lambda-tool": self.lambda_tool, "--out": folder}
+        flags = {"--seed": self.seed, "--shortcut": WORLDS[self.world], "--out": folder}
+        flags |= {"--lambda-tool": self.lambda_tool}
         special = {"sft": {"--rl-steps": 0}, "zero-rl": {"--sft-steps": 0}}
         flags |= special.get(self.reward, {"--reward": self.reward})
         if self.start:
@@ -89,16 +89,10 @@ class Job:
 
     def begin(self, study: Path) -> subprocess.Popen:
         """Start to train. Raises OSError if it cannot start."""
-        folder, start = study / self.name, self.start
-        folder.mkdir(parents=True, exist_ok=True)
-        if start and start.world == self.world and not (folder / "state.json").exists():
-            # Both ask the same model the same questions: the episodes are not played again.
-            played = study / start.name / "sft-episodes"
-            if played.is_dir():
-                shutil.copytree(played, folder / played.name, dirs_exist_ok=True)
-        with open(study / f"{self.name}.txt", "a") as told:
-            place = Path(__file__).parent.parent
-            return subprocess.Popen(self.command(study), cwd=place, stdout=told, stderr=told)
+        (study / self.name).mkdir(parents=True, exist_ok=True)
+        with open(study / f"{self.name}.txt", "a") as printed:
+            how = dict(cwd=Path(__file__).parents[1], stdout=printed, stderr=printed)
+            return subprocess.Popen(self.command(study), **how)
 
 
 def study_rewards(study: Path, quick: bool) -> dict:
@@ -110,8 +104,8 @@ def study_rewards(study: Path, quick: bool) -> dict:
     if not quick:
         jobs += [Job("zero-rl", HOME, seed) for seed in seeds]
         jobs += [Job("tapo", HOME, 0, weight) for weight in SWEEP]
-    jobs += [Job(r, w, s) for s in seeds for w in worlds for r in ("sft", *rewards)]
-    jobs = list(dict.fromkeys(jobs))  # each once
+    jobs += [Job(r, w, s) for s in seeds for w in worlds for r in rewards]
+    jobs = list(dict.fromkeys(jobs))  # the sweep has one of them, too
     run_all(jobs, study)
     runs = [result(job, study) for job in jobs]
     found = {"runs": {job.name: run for job, run in zip(jobs, runs)}, "table": rewards_table(runs)}
@@ -147,44 +141,30 @@ def run_all(jobs: Sequence[Job], study: Path) -> None:
         raise
 
 
-def quarter(folder: Path) -> dict:
-    """Metrics on every fourth question of a stage: those that are asked amid training, too."""
-    trajectories, rewards = read_trajectories(folder / EPISODES)
-    return measure(trajectories[::4], rewards[::4])
-
-
 def result(job: Job, study: Path) -> dict:
-    """What is kept of a run: metrics of its start and its end (all questions), of an evaluation
-    every ten steps (a fourth of them), and the means of the training log over every ten steps."""
-    folder = study / job.name
-    stages = read_json(folder / "summary.json")["stages"]
-    log = [json.loads(line) for line in open(folder / "log.jsonl", encoding="utf-8")]
+    """What is kept of a run: the metrics of its start and its end, and the means of the training
+    log over every ten steps, which hold more rollouts than one evaluation."""
+    stages = read_json(study / job.name / "summary.json")["stages"]
+    log = map(json.loads, open(study / job.name / "log.jsonl", encoding="utf-8"))
     steps = [line for line in log if line["stage"] == "rl"]
-    start, end = (
-        {name: v for name, v in stages[stage].items() if isinstance(v, int | float | None)}
-        for stage in ("sft", "rl")
-    )
-    asked = [{"step": 0} | quarter(folder / "sft-episodes")]
-    asked += [line for line in log if line["stage"] == "evaluation"]
-    asked += [{"step": steps[-1]["step"]} | quarter(folder)] if steps else []
-    tested = [{name: line[name] for name in ("step", *SHOWN)} for line in asked]
     curve = []
-    for i in range(0, len(steps), 10):
-        block = steps[i : i + 10]  # ten training steps hold more rollouts than one evaluation
-        numbers = [(k, v) for line in block for k, v in line.items() if isinstance(v, int | float)]
-        means = {name: fmean(v for k, v in numbers if k == name) for name, _ in numbers}
-        curve.append(means | {"step": block[-1]["step"]})
-    found = {"routes": routes(start), "start": start, "end": end}
-    return asdict(job) | found | {"evaluations": tested, "curve": curve}
+    for block in (steps[i : i + 10] for i in range(0, len(steps), 10)):
+        means = {k: fmean(known(line[k] for line in block)) for k in (CURVES | PARTS).values()}
+        curve.append({"step": block[-1]["step"]} | means)
+    found = {"start": stages["sft"], "end": stages["rl"], "routes": routes(stages["sft"])}
+    return asdict(job) | found | {"curve": curve}
 
 
-def routes(m: dict) -> dict[str, dict[str, float | None]]:
+def known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def routes(m: dict) -> dict[str, tuple[float, float | None]]:
     """Each way to deal with a search question: its share, and its accuracy, which is
     P(right | route) = P(route | right) P(right) / P(route)."""
     names = {"right crop": "faithful", "careless crop": "unfaithful", "direct answer": "no_tool"}
     right = {n: (m[f"{n}_given_correct"] or 0.0) * m["search_accuracy"] for n in names.values()}
-    paid = {n: right[n] / m[n] if m[n] else None for n in names.values()}
-    return {route: {"share": m[n], "accuracy": paid[n]} for route, n in names.items()}
+    return {way: (m[n], right[n] / m[n] if m[n] else None) for way, n in names.items()}
 
 
 def picked(runs: Iterable[dict], **wanted) -> list[dict]:
@@ -196,12 +176,10 @@ def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[fl
     """The paper's Tables 1 and 2 in our metrics: world -> reward -> metric -> its value at the end
     of every seed's run. The reward "start" is the SFT model, before any."""
     table: dict = {}
-    for world in dict.fromkeys(run["world"] for run in runs):
-        ends = {"start": [run["start"] for run in picked(runs, reward="tapo", world=world)]}
-        for reward in (*REWARDS, "zero-rl"):
-            ends[reward] = [run["end"] for run in picked(runs, reward=reward, world=world)]
-        kept = {reward: metrics for reward, metrics in ends.items() if metrics}
-        table[world] = {r: {n: [m[n] for m in kept[r]] for n in SHOWN} for r in kept}
+    for world, name in itertools.product(WORLDS, NAMES):
+        reward, when = ("tapo", "start") if name == "start" else (name, "end")
+        if metrics := [run[when] for run in picked(runs, reward=reward, world=world)]:
+            table.setdefault(world, {})[name] = {n: [m[n] for m in metrics] for n in SHOWN}
     return table
 
 
@@ -220,11 +198,10 @@ def rewards_markdown(found: dict) -> str:
         title = f"{world.capitalize()} (`--shortcut {WORLDS[world]}`):"
         section(title, ["", "seeds", *labels], ([NAMES[r], seeds[r], *cells[r]] for r in rewards))
         own = [run["routes"] for run in picked(runs, reward="tapo", world=world)]
-        shares = ([run[route] for run in own] for route in own[0])
-        pairs = ([told(way[x] for way in ways) for x in ("share", "accuracy")] for ways in shares)
-        rows.append([world, *map(", ".join, pairs)])
+        pairs = {way: zip(*(run[way] for run in own)) for way in own[0]}  # (shares, accuracies)
+        rows.append([world, *(", ".join(map(told, pair)) for pair in pairs.values())])
     means = "share of search questions, accuracy; means over seeds"
-    section(f"What each route pays at the start ({means}):", ["", *own[0]], rows)
+    section(f"What each route pays at the start ({means}):", ["", *pairs], rows)
 
     one = {"reward": "tapo", "world": HOME, "seed": 0}
     swept = [run for weight in SWEEP for run in picked(runs, lambda_tool=weight, **one)]
@@ -236,35 +213,28 @@ def rewards_markdown(found: dict) -> str:
 
 
 def told(values: Iterable[float | None], ends: bool = False) -> str:
-    """The mean of those that are known, and their range."""
-    known = [value for value in values if value is not None]
-    span = f" ({min(known):.2f}–{max(known):.2f})" if known and ends else ""
-    return f"{fmean(known):.2f}{span}" if known else ""
-
-
-CURVES = {"tool use": "tool_use", "faithful": "faithful"}
-PARTS = {"answer reward": "answer", "tool reward": "tools", "format reward": "format",
-         "tokens per step": "generated_tokens", "calls per rollout": "calls"}  # fmt: skip
+    """The mean of those that are known, and their range; empty if none is."""
+    if not (numbers := known(values)):
+        return ""
+    span = f" ({min(numbers):.2f}–{max(numbers):.2f})" if ends else ""
+    return f"{fmean(numbers):.2f}{span}"
 
 
 def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None:
     """The paper's Figs. 6, 9 and 10 in our metrics: a row for each world, a column for each number,
     a line for each reward: the mean of its seeds, with their range shaded."""
-    runs = [run for run in runs if run["curve"]]
-    worlds, rewards = (list(dict.fromkeys(run[key] for run in runs)) for key in ("world", "reward"))
-    size = (3.2 * len(panels) + 1, 3 * len(worlds) + 0.6)
+    worlds = list(dict.fromkeys(run["world"] for run in runs))
+    size = 3.2 * len(panels) + 1, 3 * len(worlds) + 0.6
     figure = Figure(figsize=size, layout="constrained")
     places = figure.subplots(len(worlds), len(panels), squeeze=False, sharey="col")
-    styles = dict(zip((r for r in rewards if r != "zero-rl"), itertools.cycle(zip(COLORS, LINES))))
     for row, world in zip(places, worlds):
         for axes, (label, name) in zip(row, panels.items()):
-            for reward, (color, line) in styles.items():
+            for reward, color, line in zip(REWARDS, COLORS, LINES):
                 if own := [run["curve"] for run in picked(runs, reward=reward, world=world)]:
                     steps = [point["step"] for point in own[0]]
-                    values = [[point[name] for point in points] for points in zip(*own)]
-                    low, mean, high = ([*map(of, values)] for of in (min, fmean, max))
-                    axes.plot(steps, mean, color=color, linestyle=line, label=reward)
-                    axes.fill_between(steps, low, high, color=color, alpha=0.12)
+                    values = np.array([[point[name] for point in curve] for curve in own])
+                    axes.plot(steps, values.mean(0), color=color, linestyle=line, label=reward)
+                    axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.12)
             axes.set(title=f"{world}: {label}", xlabel="training step")
             axes.grid(alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -59,12 +58,9 @@ def out_of(argv) -> Path:
 
 @pytest.fixture
 def study(tmp_path):
-    """A folder in which the SFT model of seed 0 is there already, and measured in both worlds."""
-    for world in ("guessing", "looking"):
-        episodes = tmp_path / f"sft-{world}-0" / "sft-episodes"
-        episodes.mkdir(parents=True)
-        (episodes / "trajectories.jsonl").write_text(f"of the {world} world")
-        (episodes.parent / "sft").symlink_to(ROOT / "tiny")
+    """A folder in which the SFT model of seed 0 is there already."""
+    (tmp_path / "sft-guessing-0").mkdir()
+    (tmp_path / "sft-guessing-0" / "sft").symlink_to(ROOT / "tiny")
     return tmp_path
 
 
@@ -80,13 +76,16 @@ def test_a_job_is_a_command_that_train_understands(study, monkeypatch, reward, w
     config = parse_config(job.command(study)[2:])
     assert config.reward == (reward if reward in {*rewards.REWARDS, *RIVALS} else "tapo")
     assert (config.seed, config.shortcut, config.lambda_tool) == (0, WORLDS[world], 0.1)
-    assert config.out == str(study / job.name) and config.eval_every == 10
+    assert config.out == str(study / job.name)
     assert (config.rl_steps == 0) == (reward == "sft")
-    learns = reward == "sft" and world == HOME  # else it takes over what another run learnt
-    assert (config.sft_steps == 0) == (not learns)
-    measured_here = f"{study}/sft-{world.split()[0]}-0/sft"
-    start = {"zero-rl": "tiny", "sft": "tiny" if learns else f"{study}/sft-guessing-0/sft"}
-    assert config.model == start.get(reward, measured_here)
+    assert (config.sft_steps == 0) == (reward != "sft")  # it takes over what another run learnt
+    assert config.model == ("tiny" if job.start is None else f"{study}/sft-guessing-0/sft")
+    assert (job.start is None) == (reward in ("sft", "zero-rl"))
+
+
+def test_all_runs_of_a_seed_start_from_its_sft_model():
+    starts = {Job(r, w, s).start for r in REWARDS for w in WORLDS for s in (0, 1)}
+    assert starts == {Job("sft", HOME, 0), Job("sft", HOME, 1)}
 
 
 def test_names_tell_all_jobs_apart():
@@ -104,25 +103,6 @@ def test_a_run_that_was_cut_off_goes_on_and_one_that_ended_is_left_alone(study, 
     assert ["--resume" in argv for argv in ran] == [False, True]
 
 
-def test_a_job_gets_the_episodes_of_its_start_if_those_are_of_its_world(study, monkeypatch):
-    train_by(monkeypatch, lambda *_, **__: Process())
-    for world in WORLDS:
-        job = Job("tapo", world, 0)
-        for _ in range(2):  # the first time it may have died half way
-            job.begin(study)
-        known = (study / job.name / "sft-episodes" / "trajectories.jsonl").read_text()
-        assert known == f"of the {world.split()[0]} world"
-    for job in (Job("sft", "looking pays", 1), Job("zero-rl", HOME, 0), Job("sft", HOME, 1)):
-        job.begin(study)
-        assert not list((study / job.name).iterdir())  # other questions, or another model
-
-
-def test_a_start_of_which_no_episodes_are_kept_is_measured_again(study, monkeypatch):
-    train_by(monkeypatch, lambda *_, **__: Process())
-    shutil.rmtree(study / "sft-guessing-0" / "sft-episodes")
-    assert Job("tapo", HOME, 0).begin(study)
-
-
 def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monkeypatch):
     began, ended = [], {}
 
@@ -132,7 +112,6 @@ def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monk
         if "--model" in argv:
             start = Path(argv[argv.index("--model") + 1]).parent.name
             assert ended[start].told, argv
-        (out / "sft-episodes").mkdir(exist_ok=True)
         stages = dict.fromkeys(("sft", "rl"), metrics())
         (out / "summary.json").write_text(json.dumps({"stages": stages}))
         (out / "log.jsonl").write_text("")
@@ -141,12 +120,11 @@ def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monk
 
     train_by(monkeypatch, run, cores=8)
     monkeypatch.setattr(beyond.study, "draw_study", lambda *_: None)
-    monkeypatch.setattr(beyond.study, "quarter", lambda _: metrics())
     beyond.study.study_rewards(tmp_path, quick=True)
     few = {f"{name}-guessing-0" for name in ("sft", "tapo", "tool_bonus", "accuracy")}
     assert set(began) == few
     beyond.study.study_rewards(tmp_path, quick=False)
-    assert len(began) == len(set(began)) == 53
+    assert len(began) == len(set(began)) == 50
     assert set(json.loads((tmp_path / "study.json").read_text())["runs"]) == set(began)
 
 
@@ -184,7 +162,7 @@ def test_the_study_starts_anywhere_and_nothing_begins_after_a_failure(
     with pytest.raises(RuntimeError, match=r"sft-guessing-1 ended with 3: see .*guessing-1\.txt"):
         beyond.study.study_rewards(Path("study"), quick=False)
     assert began[0] == (ROOT / "train.py", tmp_path / "study" / "sft-guessing-0")
-    assert 2 <= len(began) < 53 and all(x.told or x.waited for x in others)
+    assert 2 <= len(began) < 50 and all(x.told or x.waited for x in others)
     assert "sft-guessing-1 ended with 3" in capsys.readouterr().out
 
 
@@ -228,54 +206,46 @@ def metrics(**more) -> dict:
 
 
 def finished(study: Path, job: Job, faithful: float, **more) -> dict:
-    """A run of 15 steps whose answers are step / 100, evaluated once amid training, at step 10."""
+    """A run of 15 steps whose answers are step / 100."""
     folder = study / job.name
     folder.mkdir(exist_ok=True)
     stages = {"sft": metrics(), "rl": metrics(faithful=faithful, rates={"left": "out"}, **more)}
     (folder / "summary.json").write_text(json.dumps({"stages": stages}))
-    numbers = dict(
-        tools=None, format=0.0, tool_use=0.5, faithful=0.5, generated_tokens=9, calls=1.0
-    )
+    numbers = dict(tools=0.5, format=0.0, tool_use=0.5, generated_tokens=9, calls=1.0)
     lines = [{"stage": "sft", "step": 1, "loss": 2.0}]
     for step in range(1, 16):
-        area = None if step in (1, 7) else 0.25  # of a step without any crop
-        rewards = {"answer": step / 100, "crop_area": area}
-        lines.append({"stage": "rl", "step": step} | rewards | numbers)
-        if step == 10:
-            lines.append({"stage": "evaluation", "step": 10} | metrics(ood_accuracy=0.7))
+        looks = {
+            "faithful": None if step in (1, 7) else 0.25
+        }  # of a step without a search question
+        lines.append({"stage": "rl", "step": step, "answer": step / 100} | looks | numbers)
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.MonkeyPatch.context() as patch:
-        quarters = {"sft-episodes": metrics(ood_accuracy=0.3), job.name: metrics(ood_accuracy=0.8)}
-        patch.setattr(beyond.study, "quarter", lambda where: quarters[where.name])
-        return result(job, study)
+    return result(job, study)
 
 
 def test_a_result_is_start_end_and_the_mean_of_every_ten_steps(study):
     found = finished(study, Job("tapo", HOME, 0), faithful=0.7)
     assert [point["step"] for point in found["curve"]] == [10, 15]
     assert [point["answer"] for point in found["curve"]] == pytest.approx([0.055, 0.13])
-    assert [point["crop_area"] for point in found["curve"]] == [0.25, 0.25]
-    evaluations = [(e["step"], e["ood_accuracy"]) for e in found["evaluations"]]
-    assert evaluations == [(0, 0.3), (10, 0.7), (15, 0.8)]
-    assert {"step", *beyond.study.SHOWN} == set(found["evaluations"][0])
+    assert [point["faithful"] for point in found["curve"]] == [0.25, 0.25]
     assert found["start"]["faithful"] == 0.4 and found["end"]["faithful"] == 0.7
-    assert found["reward"] == "tapo" and "rates" not in found["end"]
+    assert found["reward"] == "tapo"
 
 
 def test_what_each_route_pays_by_hand():
     """Of 100 search questions 80 are right: 40 of them came by a right crop, which 40 took, 8 by
     a careless one (of 20), 32 by a guess (of 40)."""
     paid = routes(metrics())
-    assert [paid[r]["share"] for r in paid] == [0.4, 0.2, 0.4]
-    assert [paid[r]["accuracy"] for r in paid] == pytest.approx([1.0, 0.4, 0.8])
-    assert routes(metrics(unfaithful=0.0))["careless crop"]["accuracy"] is None
+    assert [*paid] == ["right crop", "careless crop", "direct answer"]
+    shares, accuracies = zip(*paid.values())
+    assert shares == (0.4, 0.2, 0.4) and accuracies == pytest.approx((1.0, 0.4, 0.8))
+    assert routes(metrics(unfaithful=0.0))["careless crop"] == (0.0, None)
 
 
 def test_the_study_is_drawn_from_its_runs(study):
     runs = [finished(study, Job("tapo", HOME, seed), 0.7 + seed / 10) for seed in (0, 1)]
     runs += [finished(study, Job("accuracy", HOME, 0), 0.1)]
     runs += [finished(study, Job("tapo", HOME, 0, lambda_tool=0.4), 0.99)]
-    runs[-1]["routes"]["right crop"]["share"] = 0.1  # as if from another start: it does not count
+    runs[-1]["routes"]["right crop"] = (0.1, 1.0)  # as if from another start: it does not count
     runs += [finished(study, Job("zero-rl", HOME, 0), 0.0, crop_area=None)]  # it never crops
     table = rewards_table(runs)
     assert table[HOME]["tapo"]["faithful"] == pytest.approx([0.7, 0.8])  # the sweep stays out
@@ -295,5 +265,5 @@ def test_the_study_is_drawn_from_its_runs(study):
         draw_study(runs, panels, study / "study.png")
         drawn = Image.open(study / "study.png").convert("RGB")
         shades = {color for _, color in drawn.getcolors(1 << 24)}
-        lines = [tuple(bytes.fromhex(c[1:])) for c in evaluate.COLORS[:2]]
+        lines = [tuple(bytes.fromhex(c[1:])) for c in (evaluate.COLORS[0], evaluate.COLORS[5])]
         assert set(lines) <= shades  # a line for each of the two rewards

@@ -21,7 +21,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import beyond.study
 import evaluate
 import train
 from data import toy_questions
@@ -330,11 +329,9 @@ def test_a_stage_ends_with_a_checkpoint_so_that_its_evaluation_can_go_on(tmp_pat
 
 
 def test_a_quarter_of_the_questions_are_those_asked_amid_training(finished):
-    lines = [json.loads(line) for line in open(finished[0] / "trajectories.jsonl")]
-    asked = [x for x in lines[::4] if not x["sample"]["against_prior"]]
-    found = beyond.study.quarter(finished[0])
-    assert found["n"] == 3 and found["accuracy"] == sum(x["correct"] for x in asked) / 3
     amid = [json.loads(x) for x in open(finished[0] / "log.jsonl") if '"evaluation"' in x]
+    lines = [json.loads(line) for line in open(finished[0] / "trajectories.jsonl")]
+    assert len([x for x in lines[::4] if not x["sample"]["against_prior"]]) == 3
     assert {e["n"] for e in amid} == {3}
 
 
