@@ -8,12 +8,9 @@ In          folders with the summary.json of train.py or evaluate.py
 Out         a table, compare.png, report.html
 Left out    tests of significance: intervals of one run each, and no seeds
 Read next   kit/page.py (episodes side by side), study.py (the same for every reward)
-
-    python evaluate.py --compare runs/toy runs/accuracy --out runs
 """
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from matplotlib.figure import Figure
 
 from evaluate import COLORS, LABELS, MARKERS, lines, table
 from kit.flags import knob, parse, refusals
+from kit.folder import read_json
 from kit.page import report_runs
 
 
@@ -34,18 +32,12 @@ class Options:
 
 
 def columns_of(runs: Sequence[str]) -> dict[str, dict]:
-    """A column for each stage of each run, from the summary.json in its folder."""
+    """A column for each stage of each run, from the summary.json in its folder. Raises OSError or
+    ValueError where there is none of train.py or evaluate.py."""
     columns = {}
     for run in runs:
-        try:
-            summary = json.loads((Path(run) / "summary.json").read_text(encoding="utf-8"))
-            stages = summary["stages"].items()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"no run in {run}: expected a folder with the summary.json of a finished run of "
-                f"train.py or evaluate.py --model, but {error!r}"
-            ) from error
-        columns.update({f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages})
+        stages = read_json(Path(run) / "summary.json", keys=["stages"])["stages"]
+        columns |= {f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages.items()}
     return columns
 
 
@@ -66,10 +58,9 @@ def compare(columns: dict[str, dict], path: Path) -> None:
             ends = metrics.get("rates", {}).get(name, {}).get("interval") or []
             axes.plot(ends, [row + aside] * len(ends), color=color, linewidth=1)
     axes.set_yticks(range(len(labels)), labels.values())
-    axes.set(xlim=(-0.02, None), ylim=(max(len(labels), 1) - 0.5, -0.5), xlabel="rate")
+    axes.set(xlim=(-0.02, None), ylim=(len(labels) - 0.5, -0.5), xlabel="rate")
     axes.grid(alpha=0.3)
-    if columns:
-        figure.legend(loc="outside lower center", ncols=2)
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
 
 

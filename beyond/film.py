@@ -1,15 +1,13 @@
 """
 film.py: one episode as a picture, OUT/film.png.
 
-Concept     One episode is enough to see what the rates are about: the image with what was looked
-            at, what each turn wrote and was shown, and who chose each token.
+Concept     The image with what was looked at, what each turn wrote and was shown, and who chose
+            each token. It is the first right and faithful episode; if there is none, the first.
 Paper       nothing: a picture for a README or a talk
 In          the folder of a run with trajectories.jsonl
 Out         film.png
-Left out    several episodes: report.html has them
+Left out    the other episodes: report.html has them
 Read next   kit/page.py (the same strip for a browser)
-
-    python evaluate.py --film runs/eval --out build
 """
 
 import re
@@ -33,7 +31,6 @@ class Options:
     """Draw one episode of a run as a picture, OUT/film.png."""
 
     film: Path = knob(Path(), "folder of the run", metavar="RUN")
-    episode: int | None = knob(None, "its number; else the first right and faithful one", least=1)
     out: Path = knob(Path("runs/eval"), "folder for the picture", metavar="DIR")
 
 
@@ -45,8 +42,7 @@ def film(record: dict, folder: Path, path: Path) -> None:
     question = "\n".join([sample["question"], *options])
     words = [broken(text) for text in (question, *(turn["text"] for turn in turns))]
     heights = 2.6, 0.16 * max(text.count("\n") + 1 for text in words), 0.14  # inches
-    size = 2.9 * len(words), sum(heights) + 0.8
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(2.9 * len(words), sum(heights) + 0.8), layout="constrained")
     places = figure.add_gridspec(3, len(words), height_ratios=heights)
 
     def cell(row: int, column: int | slice) -> Axes:
@@ -90,7 +86,7 @@ def film(record: dict, folder: Path, path: Path) -> None:
 def outline(axes: Axes, box: Box, color: str, line: str) -> None:
     x0, y0, x1, y1 = box
     for edge, width, dash in (("white", 4, "-"), (color, 2, line)):
-        style = {"fill": False, "edgecolor": edge, "linewidth": width, "linestyle": dash}
+        style = dict(fill=False, edgecolor=edge, linewidth=width, linestyle=dash)
         axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, **style))
 
 
@@ -104,11 +100,9 @@ def broken(text: str, width: int = 38, most: int = 16) -> str:
 def main(argv: list[str]) -> None:
     options = parse(Options, argv)
     with refusals():
-        file = options.film / EPISODES
-        good = Records(file, lambda record, _: record["correct"] and record["look"] == "faithful")
-        number = options.episode or next((i for i, yes in enumerate(good, 1) if yes), 1)
-        if number > len(good):
-            raise ValueError(f"{file} has {len(good)} episodes, but not --episode {number}")
+        records = Records(options.film / EPISODES)
+        good = (record for record in records if record["correct"] and record["look"] == "faithful")
+        record = next(good, None) or records[0]
         options.out.mkdir(parents=True, exist_ok=True)
-    film(Records(file)[number - 1], options.film, options.out / "film.png")
+    film(record, options.film, options.out / "film.png")
     print(options.out / "film.png")

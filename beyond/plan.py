@@ -11,7 +11,6 @@ Left out    time; memory that PyTorch reserves and does not use (5 % of a GPU ar
 Read next   kit/processes.py (what is cut over the GPUs), grpo.py (what a row is)
 """
 
-import math
 import re
 import sys
 from dataclasses import dataclass
@@ -35,6 +34,12 @@ GEOMETRY_7B = dict(
 )  # fmt: skip
 
 
+LOWER = """\
+lower, in this order: --row-tokens (learning), --max-length or --kv-budget-gb (acting),
+--freeze-vision both, --beta 0 (no reference). More GPUs share weights, optimiser, reference and
+gradients; but each has a whole actor, and takes as much while loading."""
+
+
 @dataclass(frozen=True)
 class Planned(Config):
     """Load nothing: what the run would need on so many GPUs of so many GB, and whether it fits."""
@@ -45,11 +50,7 @@ class Planned(Config):
 def geometry(name: str) -> Qwen2_5_VLConfig:
     if name == QWEN_7B:
         return Qwen2_5_VLConfig(**GEOMETRY_7B)
-    try:
-        return Qwen2_5_VLConfig.from_pretrained(name)
-    except OSError as error:
-        why = "no such folder, and not on the hub, or that cannot be reached"
-        raise ValueError(f"--plan reads the config.json of {name}: {why}") from error
+    return Qwen2_5_VLConfig.from_pretrained(name)
 
 
 def billions(module: nn.Module) -> float:
@@ -66,8 +67,7 @@ def plan(config: Planned) -> tuple[bool, str]:
     if not match:
         raise ValueError(f"--plan wants GPUs x GB of each, such as 8x80, got {config.plan!r}")
     gpus, card = int(match[1]), float(match[2])
-    Q, K, slots = config.questions, config.rollouts, config.row_tokens
-    shape = geometry(config.model)
+    shape, slots = geometry(config.model), config.row_tokens
     text, eye, usable = shape.text_config, shape.vision_config, 0.95 * card
     with torch.device("meta"):
         model = Model(shape)
@@ -107,10 +107,6 @@ def plan(config: Planned) -> tuple[bool, str]:
         "acting": held + budget,
         "learning": held + sum(gb for gb, _ in learning.values()),
     }
-    steps = f"{config.sft_steps}"
-    if config.sft_steps < 0:
-        example = math.ceil(config.sft_epochs * 333_000 / config.sft_batch)
-        steps = f"{config.sft_epochs:g} x rows / {config.sft_batch} (333,000 rows: {example:,})"
     report = f"""\
 {config.model} on {gpus} GPUs of {card:g} GB; {usable:.1f} GB of each are usable
 parameters {N * 1e9:,.0f}, of them vision {vision * 1e9:,.0f}{" (frozen)" * frozen}
@@ -125,34 +121,16 @@ while acting, GB per GPU
   cache       {budget:7.1f}   {rows} rows of {config.max_length} slots, {row:.3f} each
 peak, GB per GPU: {", ".join(f"{name} {gb:.1f}" for name, gb in peak.items())}
 
-rows per wave   {rows // K * K} of the {math.ceil(Q / gpus) * K} of each GPU and step \
-({Q} questions x {K} / {gpus})
-steps           stage 1: {steps}; stage 2: {config.rl_steps}, \
-{config.rl_steps * Q * K:,} trajectories
 disk            {12 * N:.0f} GB a checkpoint x {config.keep + 2} \
 (kept, best, the one being written) + {2 * N:.0f} GB x 3 exports
 host memory     {4 * N:.0f} GB a process while weights load
 
 """
     over = [f"{name} takes {gb:.1f} of {usable:.1f} GB" for name, gb in peak.items() if gb > usable]
-    if rows < K:
-        room = f"the cache has room for {rows} rows, a group has {K}"
-        over.append(f"{room}: lower --max-length or --rollouts")
-    if not over:
-        return True, report + "it fits"
-    levers = {
-        "--beta 0 (no reference)": reference,
-        "--freeze-vision both": 12 * vision / gpus * (not frozen),
-        f"--row-tokens {slots // 2}": (kept + once) / 2,
-        "--kv-budget-gb 0": config.kv_budget_gb,
-        "twice as many GPUs": (4 * N + reference * gpus + 12 * learnt) / gpus / 2,
-    }
-    lines = [*(f"it does not fit: {problem}" for problem in over), "what to lower:"]
-    lines += [f"  {name:26} saves {gb:4.1f} GB" for name, gb in levers.items() if gb]
-    if 6 * N > usable:
-        actor = f"The actor alone takes {2 * N:.1f} GB on any number of GPUs"
-        lines.append(f"{actor}, and loading {6 * N:.1f}: take larger ones.")
-    return False, report + "\n".join(lines)
+    if rows < config.rollouts:
+        over.append(f"the cache has room for {rows} rows, a group has {config.rollouts}")
+    problems = "".join(f"it does not fit: {problem}\n" for problem in over)
+    return not over, report + (problems + LOWER if over else "it fits")
 
 
 def main(argv: list[str]) -> None:

@@ -28,12 +28,12 @@ def two(policy, tmp_path):
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_an_episode_is_drawn_as_a_film_strip(two, capsys):
-    main(["--film", str(two), "--episode", "2", "--out", str(two)])
-    assert capsys.readouterr().out.strip() == str(two / "film.png")
-    three = Image.open(two / "film.png").convert("RGB")  # question, look, answer
-    main(["--film", str(two), "--episode", "1", "--out", str(two / "new")])
-    short = Image.open(two / "new" / "film.png")  # question, answer
+def test_the_first_right_and_faithful_episode_is_drawn_as_a_film_strip(two, capsys):
+    main(["--film", str(two), "--out", str(two / "new")])
+    assert capsys.readouterr().out.strip() == str(two / "new" / "film.png")
+    three = Image.open(two / "new" / "film.png").convert("RGB")  # question, look, answer
+    film(Records(two / "trajectories.jsonl")[0], two, two / "film.png")
+    short = Image.open(two / "film.png")  # question, answer
     assert three.width / short.width == pytest.approx(1.5, abs=0.1)
     upper, lower = ((0, 0, three.width // 3, three.height // 2),
                     (0, three.height // 2, three.width, three.height))  # fmt: skip
@@ -42,25 +42,19 @@ def test_an_episode_is_drawn_as_a_film_strip(two, capsys):
     assert box > 300 and bar > 1000  # where the look was, and what the policy chose
 
 
-def test_the_first_right_and_faithful_episode_is_drawn_unless_another_is_asked_for(two):
+def test_where_no_episode_is_right_and_faithful_the_first_is_drawn(two):
+    lines = (two / "trajectories.jsonl").read_text().splitlines(keepends=True)
+    (two / "trajectories.jsonl").write_text(lines[0])
     main(["--film", str(two), "--out", str(two)])
-    first = (two / "film.png").read_bytes()
-    main(["--film", str(two), "--episode", "2", "--out", str(two)])
-    assert (two / "film.png").read_bytes() == first
+    film(Records(two / "trajectories.jsonl")[0], two, two / "same.png")
+    assert (two / "film.png").read_bytes() == (two / "same.png").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["none"], "No such file or directory: 'none/trajectories.jsonl'"),
-        ([".", "--episode", "3"], "has 2 episodes, but not --episode 3"),
-        ([".", "--episode", "0"], "--episode: expected a finite number, least 1; got 0"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused_in_a_sentence(words, message, two, monkeypatch, capsys):
-    monkeypatch.chdir(two)
+def test_what_cannot_be_drawn_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main(["--film", *words])
+        main(["--film", "none"])
+    message = "No such file or directory: 'none/trajectories.jsonl'"
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 

@@ -6,10 +6,10 @@ from beyond.plan import main
 
 
 @pytest.mark.parametrize("node, code, words", [
-    ("8x80", 0, ["8,292,166,656", "reference       4.1", "409,600 trajectories", "it fits"]),
-    ("4x24", 2, ["it does not fit", "--beta 0 (no reference)    saves  8.3 GB", "lower --max-l"]),
+    ("8x80", 0, ["8,292,166,656", "reference       4.1", "54 rows of 10240", "it fits"]),
+    ("4x24", 2, ["it does not fit", "room for 0 rows, a group has 8", "lower, in this"]),
     ("eight", 2, ["--plan wants GPUs x GB"]),
-    ("8x80 --kv-budget-gb 60", 2, ["acting takes 95.7 of 76.0 GB", "--kv-budget-gb 0   "]),
+    ("8x80 --kv-budget-gb 60", 2, ["acting takes 95.7 of 76.0 GB", "--kv-budget-gb (acting)"]),
 ])  # fmt: skip
 def test_a_plan_says_what_fits_and_what_to_lower(node, code, words, capsys):
     with pytest.raises(SystemExit) as stopped:
