@@ -17,7 +17,6 @@ Read next   train.py, whose Config is the largest command line here
         turns: int = knob(5, "turns of one try", "paper", least=1)  # --turns 5; [paper: 5]
         limit: int | None = knob(None, "questions; else all", least=1)  # --limit 5
         quick: bool = knob(False, "few questions")  # --quick, --no-quick
-        runs: list[str] = knob(None, "folders", word=True, nargs="*")  # RUN RUN, without a flag
 
     if not through_door(argv, DOORS):
         options = parse(Options, argv, DOORS)
@@ -41,13 +40,13 @@ BOUNDS = {"least": operator.ge, "above": operator.gt, "most": operator.le}
 HOW = {"formatter_class": ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
 
 
-def knob(default, help: str, source: str = "", word: bool = False, **rules):
-    """A field that is a flag, or a word without one. source: who the default is from, whatever a
-    preset has. rules: the bounds least, most and above (a number must be greater); all else goes to
-    argparse, such as choices, metavar and nargs."""
+def knob(default, help: str, source: str = "", **rules):
+    """A field that is a flag. source: who the default is from, whatever a preset has. rules: the
+    bounds least, most and above (a number must be greater); all else goes to argparse, such as
+    choices, metavar and nargs."""
     bounds = {name: rules.pop(name) for name in BOUNDS if name in rules}
     rules["help"] = help + f" [{source}: {default}]" * bool(source)
-    return field(default=default, metadata={"word": word, "bounds": bounds, "argparse": rules})
+    return field(default=default, metadata={"bounds": bounds, "argparse": rules})
 
 
 def flag(name: str) -> str:
@@ -69,7 +68,7 @@ def parse(kind: type[T], argv: list[str], doors=(), presets=None, by: str = "pre
         how |= {"action": BooleanOptionalAction} if value is bool else {"type": value}
         how |= {"default": SUPPRESS if default is None else default}
         how["help"] = how["help"].replace("%", "%%")  # argparse formats it
-        parser.add_argument(f.name if f.metadata["word"] else flag(f.name), **how)
+        parser.add_argument(flag(f.name), **how)
     others = parser.add_argument_group("other programs, each with a --help of its own")
     for word in doors:
         file = Path(__file__).parents[1] / doors[word].replace(".", "/")
@@ -91,11 +90,10 @@ def checked(options: T) -> T:
         value, kind, bounds = getattr(options, f.name), type(f.default), f.metadata["bounds"]
         if f.default is not None and type(value) not in (kind, int if kind is float else kind):
             raise ValueError(f"{flag(f.name)}: expected a value like {f.default!r}, got {value!r}")
-        if isinstance(value, int | float):
-            within = all(BOUNDS[name](value, limit) for name, limit in bounds.items())
-            if not within or not math.isfinite(value):
-                wanted = "".join(f", {name} {limit}" for name, limit in bounds.items())
-                raise ValueError(f"{flag(f.name)}: expected a finite number{wanted}; got {value}")
+        within = [BOUNDS[name](value, limit) for name, limit in bounds.items() if value is not None]
+        if not all(within) or isinstance(value, float) and not math.isfinite(value):
+            wanted = "".join(f", {name} {limit}" for name, limit in bounds.items())
+            raise ValueError(f"{flag(f.name)}: expected a finite number{wanted}; got {value}")
     return options
 
 
