@@ -75,25 +75,22 @@ def ask(row: dict, question: str, options: Iterable, answer: object, part: str, 
     return words | {"options": options, "answer": answer, "part": part} | more
 
 
-def lettered(row: dict) -> list[str]:
-    """The options of VLMEvalKit's TSVs, which stand in columns A, B, C, ..."""
+def options_of(row: dict, *names: str, needed: bool = True) -> list[str]:
+    """The options: a list in one of these columns, or else VLMEvalKit's columns A, B, C, ..."""
     letters = [c for c in LETTERS if maybe(row, c) is not None]
     if letters != list(LETTERS[: len(letters)]):
         raise Bad("A", f"expected options A, B, ... without a gap, got {', '.join(letters)}")
-    return [row[c] for c in letters]
-
-
-def choose(row: dict, part: str, **more) -> dict:
-    if not (options := lettered(row)):
-        raise Bad("A", "expected options in columns A, B, ...")
-    return ask(row, filled(row, "question"), options, filled(row, "answer"), part, **more)
+    options = literal(maybe(row, *names) or []) or [row[c] for c in letters]
+    if needed and not options:
+        raise Bad("options", f"expected options in columns {', '.join([*names, 'A, B, ...'])}")
+    return options
 
 
 def vstar(row: dict) -> dict:
     """The authors' test_questions.jsonl, a JSON of boxes beside each picture; TSVs have none."""
     part = filled(row, "category")
     if "text" not in row:
-        return choose(row, part)
+        return ask(row, filled(row, "question"), options_of(row), filled(row, "answer"), part)
     question, *options = re.split(r"\s*^\([A-Z]\) ?", row["text"], flags=re.MULTILINE)
     if not options:
         raise Bad("text", f"expected a question and options (A) ..., got {row['text']!r}")
@@ -112,14 +109,15 @@ def hrbench(row: dict) -> dict:
     parts, kind = {"single": "FSP", "cross": "FCP"}, filled(row, "category")
     if kind not in parts:
         raise Bad("category", f"expected single or cross, got {kind!r}")
-    return choose(row, parts[kind], cycle=str(filled(row, "cycle_category")))
+    question, answer = filled(row, "question"), filled(row, "answer")
+    cycle = str(filled(row, "cycle_category"))
+    return ask(row, question, options_of(row), answer, parts[kind], cycle=cycle)
 
 
 def mme_realworld(row: dict) -> dict:
     part = filled(row, "Task", "category").split("/")[0]  # Perception or Reasoning
-    if not (options := lettered(row)):
-        listed = literal(filled(row, "multi-choice options", "Answer choices"))
-        options = [re.sub(r"^\([A-E]\) ?", "", option) for option in listed]
+    listed = options_of(row, "multi-choice options", "Answer choices")
+    options = [re.sub(r"^\([A-E]\) ?", "", option) for option in listed]
     question, answer = filled(row, "question", "Text"), filled(row, "answer", "Ground truth")
     return ask(row, question, options, answer, part)
 
@@ -153,7 +151,7 @@ def mathvista(row: dict) -> dict:
     part = maybe(literal(maybe(row, "metadata") or row), "task") or form
     if filled(row, "question_type") == "multi_choice":
         question = question.split("\nChoices:")[0]
-        return ask(row, question, literal(filled(row, "choices")), answer, part)
+        return ask(row, question, options_of(row, "choices"), answer, part)
     precision = maybe(row, "precision")
     digits = len(str(answer).partition(".")[2]) if precision is None else int(float(precision))
     wanted, rule = {
@@ -188,7 +186,7 @@ def mathverse(row: dict) -> dict:
 
 def mathvision(row: dict) -> dict:
     question = re.sub(r"<image\d+>", "", filled(row, "question"))
-    options = literal(maybe(row, "options", "choices") or [])
+    options = options_of(row, "options", "choices", needed=False)
     return ask(row, question, options, filled(row, "answer"), filled(row, "subject", "category"))
 
 
@@ -201,7 +199,7 @@ def charxiv(row: dict) -> dict:
 
 def mmmu(row: dict) -> dict:
     """A question may have images <image 1> to <image 7>: `picture` joins them to one."""
-    options = literal(maybe(row, "options") or []) or lettered(row)
+    options = options_of(row, "options", needed=False)
     question, answer = filled(row, "question"), str(filled(row, "answer"))
     if len(set(re.findall(r"<image (\d)>", question))) > 1:
         question += "\n(The images stand below each other, image 1 at the top.)"

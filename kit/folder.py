@@ -82,8 +82,7 @@ def check_new(folder: Path) -> None:
 
 class Run:
     """A run and its folder. All processes have one: it makes them wait for each other, and says
-    which one failed, and where. Only process 0 writes, but for checkpoints, of which each process
-    writes its part."""
+    which one failed, and where. Only process 0 writes; of a checkpoint each writes its part."""
 
     def __init__(self, folder: Path, config: dict, timeout: float, keep: int, team=None) -> None:
         """team: an Accelerator, from processes.assemble. Raises ValueError or OSError if the run
@@ -222,14 +221,13 @@ class Run:
     def update(self, **changes) -> None:
         """Replace state.json; checkpoints that it no longer names are then deleted."""
         self.state |= changes
-        if not self.first:
-            return
-        self.state["log_bytes"] = self.log_file.tell()
-        write_json(self.folder / "state.json", self.state)
-        best = self.state["best"] or {}
-        for folder in self.folder.glob("checkpoint-*"):
-            if folder.name not in (*self.state["kept"], best.get("checkpoint")):
-                shutil.rmtree(folder)
+        if self.first:
+            self.state["log_bytes"] = self.log_file.tell()
+            write_json(self.folder / "state.json", self.state)
+            best = self.state["best"] or {"checkpoint": None}
+            for folder in self.folder.glob("checkpoint-*"):
+                if folder.name not in (*self.state["kept"], best["checkpoint"]):
+                    shutil.rmtree(folder)
 
     def end_stage(self, actor: Policy, metrics: dict, following: str) -> None:
         """Export the stage's policy and go on to the next stage, with a fresh optimiser."""

@@ -1,9 +1,8 @@
 """
 records.py: JSON lines with pictures beside them, in files that no kill can tear.
 
-Concept     A long job writes its records wave by wave. The file of a wave appears in one motion, so
-            it is whole or not there at all, and a job that was killed goes on with the waves that
-            are not there. At the end the waves are joined to one file.
+Concept     A long job writes its records wave by wave. The file of a wave appears in one motion: a
+            job that was killed goes on with those that are not there, and joins all at the end.
 Paper       nothing: trajectories.jsonl is written and read in this way
 In          records: dicts of what JSON knows, of PIL images, and of objects with fields
 Out         NAME.jsonl and images/ beside it; the records again, each made when it is asked for
@@ -63,18 +62,16 @@ class Records(Lazy):
     """
 
     def __init__(self, path: Path, make: Callable = lambda record, folder: record) -> None:
-        self.path, self.of = path, make
-        super().__init__(self.read, list(enumerate(path.read_bytes().splitlines(), start=1)))
+        def read(line: tuple[int, bytes]):
+            try:
+                return make(json.loads(line[1]), path.parent)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise Unusable(
+                    f"{path}, line {line[0]}: expected an episode as evaluate.py describes it, but "
+                    f"{type(error).__name__}: {error}; delete the file and play the episodes again"
+                ) from error
 
-    def read(self, line: tuple[int, bytes]):
-        number, text = line
-        try:
-            return self.of(json.loads(text), self.path.parent)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Unusable(
-                f"{self.path}, line {number}: expected an episode as evaluate.py describes it, but "
-                f"{type(error).__name__}: {error}; delete the file and play the episodes again"
-            ) from error
+        super().__init__(read, list(enumerate(path.read_bytes().splitlines(), start=1)))
 
 
 def file_of(path: Path, wave: int) -> Path:

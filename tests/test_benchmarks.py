@@ -140,7 +140,7 @@ def test_every_benchmark_of_the_paper_has_a_row_here():
         ("vstar, tsv", {"text": "What?"}, r"expected a question and options \(A\)"),
         ("hrbench, tsv", {"category": "triple"}, "expected single or cross, got 'triple'"),
         ("hrbench, tsv", {"cycle_category": ""}, "something in column cycle_category"),
-        ("mme, parquet", {"multi-choice options": None}, "options or Answer choices"),
+        ("mme, parquet", {"multi-choice options": None}, "options, Answer choices, A, B"),
         ("mathvista, tsv", {"choices": "[yes"}, r"expected a list or dict, got '\[yes'"),
         ("mathverse, tsv", {"metadata": None}, "something in column problem_version"),
         ("charxiv, hub", {"reasoning_a": None}, "something in column answer or reasoning_a"),
