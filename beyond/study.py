@@ -184,7 +184,7 @@ def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[fl
 
 
 def rewards_markdown(found: dict) -> str:
-    """The tables of the study as the README shows them: mean (lowest to highest seed)."""
+    """The tables of the study as docs/results.md shows them: mean (lowest to highest seed)."""
     sections, labels, runs = [], [LABELS[name] for name in SHOWN], found["runs"].values()
 
     def section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -207,7 +207,7 @@ def rewards_markdown(found: dict) -> str:
     swept = [run for weight in SWEEP for run in picked(runs, lambda_tool=weight, **one)]
     if len(swept) > 1:
         rows = ([f"{r['lambda_tool']}", *(told([r["end"][n]]) for n in SHOWN[:-1])] for r in swept)
-        title = f"TAPO with other weights of what tools showed ({HOME}, seed 0):"
+        title = f"TAPO with other weights of what programs showed ({HOME}, seed 0):"
         section(title, ["λ_tool", *labels[:-1]], rows)
     return "\n\n".join(sections)
 

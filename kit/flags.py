@@ -40,13 +40,13 @@ BOUNDS = {"least": operator.ge, "above": operator.gt, "most": operator.le}
 HOW = {"formatter_class": ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
 
 
-def knob(default, help: str, source: str = "", **rules):
-    """A field that is a flag. source: who the default is from, whatever a preset has. rules: the
-    bounds least, most and above (a number must be greater); all else goes to argparse, such as
-    choices, metavar and nargs."""
+def knob(default, help: str, source: str = "", word: bool = False, **rules):
+    """A field that is a flag, or a word without one. source: who the default is from, whatever a
+    preset has. rules: the bounds least, most and above (a number must be greater); all else goes to
+    argparse, such as choices, metavar and nargs."""
     bounds = {name: rules.pop(name) for name in BOUNDS if name in rules}
     rules["help"] = help + f" [{source}: {default}]" * bool(source)
-    return field(default=default, metadata={"bounds": bounds, "argparse": rules})
+    return field(default=default, metadata={"word": word, "bounds": bounds, "argparse": rules})
 
 
 def flag(name: str) -> str:
@@ -68,7 +68,7 @@ def parse(kind: type[T], argv: list[str], doors=(), presets=None, by: str = "pre
         how |= {"action": BooleanOptionalAction} if value is bool else {"type": value}
         how |= {"default": SUPPRESS if default is None else default}
         how["help"] = how["help"].replace("%", "%%")  # argparse formats it
-        parser.add_argument(flag(f.name), **how)
+        parser.add_argument(f.name if f.metadata["word"] else flag(f.name), **how)
     others = parser.add_argument_group("other programs, each with a --help of its own")
     for word in doors:
         file = Path(__file__).parents[1] / doors[word].replace(".", "/")

@@ -214,9 +214,7 @@ def finished(study: Path, job: Job, faithful: float, **more) -> dict:
     numbers = dict(tools=0.5, format=0.0, tool_use=0.5, generated_tokens=9, calls=1.0)
     lines = [{"stage": "sft", "step": 1, "loss": 2.0}]
     for step in range(1, 16):
-        looks = {
-            "faithful": None if step in (1, 7) else 0.25
-        }  # of a step without a search question
+        looks = {"faithful": None if step in (1, 7) else 0.25}  # None: no search question
         lines.append({"stage": "rl", "step": step, "answer": step / 100} | looks | numbers)
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return result(job, study)
@@ -258,9 +256,9 @@ def test_the_study_is_drawn_from_its_runs(study):
     assert "| guessing pays | 0.40, 1.00 | 0.20, 0.40 | 0.40, 0.80 |" in text
     swept = [line for line in text if line.startswith("| 0.")]
     assert swept[1] == "| 0.4 | 0.90 | 0.30 | 0.60 | 0.99 | 0.10 |" and len(swept) == 2
-    told = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    told = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
     words = [line for line in text if line and not re.search(r"\d\.\d\d", line)]
-    assert len(words) == 9 and set(words) <= set(told)  # the README has it as it is printed
+    assert len(words) == 9 and set(words) <= set(told)  # the page has it as it is printed
     for panels in (beyond.study.CURVES, {"answer reward": "answer"}):
         draw_study(runs, panels, study / "study.png")
         drawn = Image.open(study / "study.png").convert("RGB")
