@@ -17,6 +17,7 @@ Read next   train.py, whose Config is the largest command line here
         turns: int = knob(5, "turns of one try", "paper", least=1)  # --turns 5; [paper: 5]
         limit: int | None = knob(None, "questions; else all", least=1)  # --limit 5
         quick: bool = knob(False, "few questions")  # --quick, --no-quick
+        runs: list[str] = knob(None, "folders", word=True, nargs="*")  # RUN RUN, without a flag
 
     if not through_door(argv, DOORS):
         options = parse(Options, argv, DOORS)

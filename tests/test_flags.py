@@ -39,9 +39,7 @@ def test_without_words_all_is_as_the_dataclass_says():
 
 
 def test_every_field_is_a_flag_of_its_own_type_or_a_word():
-    words = (
-        "a b --turns 3 --rate 2 --limit 4 --out x --plan 4x24 --quick-look --share=1".split()
-    )
+    words = "a b --turns 3 --rate 2 --limit 4 --out x --plan 4x24 --quick-look --share=1".split()
     options = parse(Options, words)
     assert options.runs == ["a", "b"] and (options.turns, options.limit) == (3, 4)
     assert type(options.rate) is float and options.out == Path("x")
