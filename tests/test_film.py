@@ -43,8 +43,8 @@ def test_the_first_right_and_faithful_episode_is_drawn_as_a_film_strip(two, caps
 
 
 def test_where_no_episode_is_right_and_faithful_the_first_is_drawn(two):
-    lines = (two / "trajectories.jsonl").read_text().splitlines(keepends=True)
-    (two / "trajectories.jsonl").write_text(lines[0])
+    text = (two / "trajectories.jsonl").read_text()
+    (two / "trajectories.jsonl").write_text(text.replace('"faithful"', '"unfaithful"'))
     main(["--film", str(two), "--out", str(two)])
     film(Records(two / "trajectories.jsonl")[0], two, two / "same.png")
     assert (two / "film.png").read_bytes() == (two / "same.png").read_bytes()
