@@ -22,9 +22,11 @@ import numpy as np
 from PIL import Image, ImageFont
 
 from kit.boxes import Box, outwards
+from kit.pictures import eight_bits, flat
 from kit.sandbox_looks import Origins
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+PICTURES += (".avif", ".jp2", ".pbm", ".pgm", ".ppm")
 INVENTED = re.compile(
     r"(path[_ ]?to|the|your|my|input|original|source|test|user|uploaded|sample)?"
     r"[_ -]?(image|img|photo|picture|input)[_ -]?(file|path|\d)?",
@@ -36,14 +38,6 @@ true_open = Image.open
 def digest(image: Image.Image) -> bytes:
     """Equal if and only if size and pixels are."""
     return hashlib.blake2b(repr(image.size).encode() + image.tobytes()).digest()
-
-
-def flat(image: Image.Image) -> Image.Image:
-    """A copy in RGB, with white behind whatever is transparent."""
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
 
 
 class Recorder:
@@ -121,13 +115,13 @@ class Recorder:
 
     def from_array(self, array: np.ndarray, bgr: bool = True) -> Image.Image:
         pixels = np.asarray(array)
-        if pixels.dtype != np.uint8:
-            pixels = np.nan_to_num(pixels.astype(float))
-            pixels = (pixels * 255 if pixels.max(initial=0) <= 1 else pixels).clip(0, 255)
+        if pixels.dtype not in (np.uint8, np.uint16):  # cv2 writes no others: it clips them
+            pixels = np.minimum(pixels.astype(float), 255)
+        pixels = eight_bits(pixels)
         if pixels.ndim == 3:
             order = {1: 0, 3: [2, 1, 0], 4: [2, 1, 0, 3]} if bgr else {1: 0}
             pixels = pixels[..., order.get(pixels.shape[2], slice(None))]
-        return Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8))
+        return Image.fromarray(np.ascontiguousarray(pixels))
 
     def fit(self, box: object, width: int, height: int) -> Box:
         """A box in whole pixels inside the image, or a ValueError that says why there is none."""
@@ -276,6 +270,9 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
                 image = flat(image)
         old(image, path, format, **options)
         if isinstance(path, str):
+            if kind in ("PNG", "GIF") and "transparency" in options:  # a colour that they hide
+                image = image.copy()
+                image.info["transparency"] = options["transparency"]
             w.show(image, "file", path)
 
     @instead_of(Image.Image, "show")

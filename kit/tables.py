@@ -23,10 +23,16 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image, UnidentifiedImageError
+
+from kit.pictures import upright_rgb
 
 SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".tsv": "csv", ".csv": "csv"}
-PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # the formats we let PIL open
+# The formats that we let PIL open, so far as it can.
+PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
+# Where a dict holds a picture, in a table or in a chat message. The first that holds something
+# counts: beside bytes, a path only says where they came from.
+CELL_KEYS = ("bytes", "path", "image_url", "image", "url")
 
 
 class Lazy(Sequence):
@@ -138,26 +144,18 @@ def _table(file: Path):
     return table
 
 
-def upright_rgb(image: Image.Image) -> Image.Image:
-    """EXIF rotation applied, transparency on white, RGB; the same object if it is that already."""
-    if image.mode == "RGB" and not (image.getexif() or image.has_transparency_data):
-        return image
-    image = ImageOps.exif_transpose(image)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
 def read_image(cell: object, folder: Path | str = ".") -> Image.Image:
-    """Any public form of an image cell, made upright, opaque and RGB: bytes, a dict with "bytes"
-    or "path", a path (relative to `folder`), base64, a data URL, or a list of one of these.
+    """Any public form of an image cell, made upright, opaque and RGB: bytes, a path (relative to
+    `folder`), base64, a data URL, a dict with one of CELL_KEYS, or a list of one of these.
     ValueError says what came instead."""
     encoded = io.BytesIO(image_bytes(cell, folder))
     try:
         image = Image.open(encoded, formats=PICTURES)
         image.load()
         return upright_rgb(image)
+    except UnidentifiedImageError as error:
+        known = f"cannot identify it as one of {', '.join(PICTURES)}"
+        raise ValueError(f"no image that can be read in {reprlib.repr(cell)}: {known}") from error
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.error,
             Image.DecompressionBombError) as error:  # fmt: skip
         why = re.sub(r" <.*>", "", str(error))  # PIL names an object of ours
@@ -166,8 +164,9 @@ def read_image(cell: object, folder: Path | str = ".") -> Image.Image:
 
 def image_bytes(cell: object, folder: Path | str = ".") -> bytes:
     """The encoded image that a cell holds or names (see read_image)."""
-    if isinstance(cell, dict):  # both may be there: the path then only says where it came from
-        cell = cell.get("bytes") or cell.get("path")
+    if isinstance(cell, dict):
+        held = [cell[key] for key in CELL_KEYS if cell.get(key)]
+        return image_bytes(held[0] if held else None, folder)
     if isinstance(cell, list | tuple):
         if len(cell) != 1:
             raise ValueError(f"expected one image, got a list of {len(cell)}")

@@ -339,6 +339,43 @@ def test_arrays_are_shown_in_the_right_colours(box):
     assert box.run("display(1, image.crop((0, 0, 50, 50)))").boxes == [(0, 0, 50, 50)]
 
 
+RAMP = "r = np.linspace(0, 65535, 4096).astype(np.uint16).reshape(64, 64)\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "Image.fromarray(r).save('r.png')",
+        "Image.fromarray(r).show()",
+        "Image.fromarray(r)",
+        "Image.fromarray(r.astype(np.int32)).show()",
+        "Image.fromarray(r.astype(np.int32)).save('r.tif')",
+        "cv2.imwrite('r.png', r)",
+        "open('r.pgm', 'wb').write(b'P5 64 64 65535 ' + r.astype('>u2').tobytes())",
+    ],
+)
+def test_16_bits_are_scaled_however_they_are_shown(box, code):
+    (seen,) = box.run(RAMP + code).images
+    values = np.asarray(seen, dtype=float)
+    assert values.mean() == pytest.approx(127.5, abs=0.5) and len(np.unique(values)) == 256
+
+
+def test_wide_arrays_of_8_bits_are_clipped_as_opencv_does(box):
+    (seen,) = box.run("cv2.imwrite('b.png', np.full((64, 64), 3000.0))").images
+    assert seen.getpixel((9, 9)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("kind", ["png", "gif"])
+def test_a_hidden_colour_is_hidden_at_once_and_when_read_back(box, kind):
+    saved = box.run(
+        "p = Image.new('P', (60, 60), 1); p.putpalette([0, 0, 255, 255, 0, 0])\n"
+        f"p.paste(0, (0, 0, 30, 60)); p.save('p.{kind}', transparency=1)"
+    )
+    again = box.run(f"Image.open('p.{kind}').show()")
+    for seen in saved.images[0], again.images[0]:
+        assert seen.getpixel((10, 30)) == (0, 0, 255) and seen.getpixel((50, 30)) == (255,) * 3
+
+
 def test_return_inside_a_block_ends_the_code_and_functions_keep_theirs(box):
     seen = box.run(
         "def f():\n    return 7\nfor i in range(9):\n    if i == 2:\n"

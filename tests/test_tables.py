@@ -13,7 +13,7 @@ from datasets import Image as ImageCell
 from fixtures.make_fixtures import picture, png, rl_rows, sft_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, features
 
 from kit.tables import Lazy, Rows, read_image, read_rows, upright_rgb
 
@@ -53,6 +53,12 @@ FORMS = {
     "base64 in lines": lambda folder: base64.encodebytes(PNG).decode(),
     "base64 without its end": lambda folder: base64.b64encode(PNG).decode().rstrip("="),
     "data URL": lambda folder: "data:image/png;base64," + base64.b64encode(PNG).decode(),
+    "part of a message": lambda folder: {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + base64.b64encode(PNG).decode()},
+    },
+    "address in a part": lambda folder: {"type": "image_url", "image_url": "a.png"},
+    "image of a part": lambda folder: {"type": "image", "image": "a.png"},
     "list of dicts": lambda folder: [{"bytes": PNG}],
     "list of base64": lambda folder: [base64.b64encode(PNG).decode()],
 }
@@ -68,7 +74,10 @@ BROKEN = {
     "missing file": ("größe.png", "no such file, and no base64: 'größe.png' in /"),
     "missing file of eight letters": ("gone1.png", "no such file, and no base64"),
     "half a JPEG": (jpeg(PICTURE)[:900], "no image that can be read in b'.*: image file is trunc"),
-    "text": (b"<html>", "no image that can be read in b'<html>': cannot identify"),
+    "text": (
+        b"<html>",
+        "no image that can be read in b'<html>': cannot identify it as one of PNG, JP.*PPM",
+    ),
     "empty list": ([], "expected one image, got a list of 0"),
     "two pictures": ([PNG, PNG], "expected one image, got a list of 2"),
     "None": (None, "expected an image, got None"),
@@ -85,6 +94,14 @@ def test_a_broken_cell_says_what_came(name, folder):
     cell, words = BROKEN[name]
     with pytest.raises(ValueError, match=words):
         read_image(cell, folder)
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "PPM"])
+def test_newer_and_plainer_formats_are_opened_where_pil_can(kind):
+    if kind.lower() not in features.get_supported() and kind == "AVIF":
+        pytest.skip("PIL has no decoder")
+    PICTURE.save(file := io.BytesIO(), kind)
+    assert read_image(file.getvalue()).size == PICTURE.size
 
 
 @given(st.sampled_from([PNG, jpeg(PICTURE)]), st.data())
