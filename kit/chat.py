@@ -15,6 +15,7 @@ import base64
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import socket
@@ -33,6 +34,7 @@ T = TypeVar("T")
 ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^/@\s:?#\[\]]+)(:\d{1,5})?(/[^@\s?#]*)?")
 # Pixels. Servers refuse a picture below one patch: 28 for Qwen2.5-VL, 32 for Qwen3-VL.
 SHORTEST_SIDE = 32
+THINNEST = 200  # the longer side by the shorter; servers of Qwen-VL refuse what is thinner
 # What servers say with status 400 of a parameter that they do not know.
 NO_PARAMETER = re.compile(r"unsupported|n.t support|not permitted|unrecogni[sz]ed|unknown", re.I)
 # All up to the end of the last thought; and a thought that does not end.
@@ -217,11 +219,13 @@ def text_part(text: str) -> dict:
     return {"type": "text", "text": text}
 
 
-def picture_part(image: Image.Image, longest: int = 2048) -> dict:
-    """A picture as a JPEG, with no side above `longest` pixels and none below SHORTEST_SIDE.
-    Only a picture that is too thin for both changes its shape."""
-    scale = min(longest / max(image.size), max(1.0, SHORTEST_SIDE / min(image.size)))
-    size = tuple(max(SHORTEST_SIDE, round(side * scale)) for side in image.size)
+def picture_part(image: Image.Image, most: int = 2048 * 2048) -> dict:
+    """A picture as a JPEG, with at most `most` pixels, of which a policy is shown fewer, and with
+    no side below SHORTEST_SIDE. Only one that is too thin for both, or THINNEST, changes shape."""
+    scale = (most / math.prod(image.size)) ** 0.5
+    scale = min(scale, max(1.0, SHORTEST_SIDE / min(image.size)))
+    least = max(SHORTEST_SIDE, round(min(image.size) * scale))
+    size = [min(max(least, round(side * scale)), THINNEST * least) for side in image.size]
     buffer = io.BytesIO()
     image.convert("RGB").resize(size, reducing_gap=2.0).save(buffer, "JPEG", quality=95)
     url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import logging
 import subprocess
 import sys
@@ -131,7 +132,7 @@ def test_a_question_is_one_plain_request_and_its_value_is_what_the_reader_makes_
 
 
 def test_a_message_may_hold_pictures_in_their_order():
-    parts = [text_part("first"), picture_part(Image.new("RGB", (40, 40), "red"), 2048)]
+    parts = [text_part("first"), picture_part(Image.new("RGB", (40, 40), "red"))]
     with serving(says("ok")) as server:
         Chat(server.url, "m").ask("s", [*parts, text_part("last")], str)
     sent = server.bodies[0]["messages"][1]["content"]
@@ -549,22 +550,30 @@ def test_a_refusal_shows_what_came_after_the_thought():
 # Pictures
 
 
-def sent(image, longest=2048):
-    url = picture_part(image, longest)["image_url"]["url"]
+def sent(image, *most):
+    url = picture_part(image, *most)["image_url"]["url"]
     kind, data = url.split(",")
     assert kind == "data:image/jpeg;base64"
     return Image.open(io.BytesIO(base64.b64decode(data)))
 
 
 @pytest.mark.parametrize(
-    "size, longest, got",
-    [((640, 480), 2048, (640, 480)), ((32, 2048), 2048, (32, 2048)),
-     ((5000, 2500), 2048, (2048, 1024)), ((300, 200), 150, (150, 100)),
-     ((10, 8), 2048, (40, 32)), ((1, 1), 2048, (32, 32)), ((27, 60), 2048, (32, 71)),
-     ((5000, 20), 2048, (2048, 32)), ((1, 400), 2048, (32, 2048))],
+    "size, most, got",
+    [((640, 480), 1 << 22, (640, 480)), ((32, 2048), 1 << 22, (32, 2048)),
+     ((5000, 2500), 1 << 22, (2896, 1448)), ((300, 200), 15_000, (150, 100)),
+     ((10, 8), 1 << 22, (40, 32)), ((1, 1), 1 << 22, (32, 32)), ((27, 60), 1 << 22, (32, 71)),
+     ((6000, 40), 1 << 22, (6000, 40)), ((5000, 20), 1 << 22, (6400, 32)),
+     ((1, 400), 1 << 22, (32, 6400)), ((400, 100), 1 << 10, (64, 32))],
 )  # fmt: skip
-def test_no_side_of_a_picture_is_too_long_or_too_short(size, longest, got):
-    assert sent(Image.new("RGB", size), longest).size == got
+def test_a_picture_has_not_too_many_pixels_and_no_short_side(size, most, got):
+    assert sent(Image.new("RGB", size), most).size == got
+
+
+@pytest.mark.parametrize("size", [(10, 8), (27, 60), (4000, 800), (9000, 300), (5000, 2500)])
+def test_a_judge_is_sent_no_less_than_the_policy_was_shown(size):
+    """A policy is shown no side below 28 pixels, and at most --max-pixels of them."""
+    w, h = sent(Image.new("RGB", size)).size
+    assert min(w, h) >= 28 and w * h >= min(math.prod(size), 3_211_264)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "LA", "CMYK"])
