@@ -57,15 +57,14 @@ from tqdm import tqdm
 
 from data import Sample, out_of_prior_questions, toy_questions
 from faithfulness import DRAWS, HALF, Rate, count, cross_table, finding, listing, tool_use
-from kit.benchmarks import BENCHES, PICTURES, filled, picture, published
+from kit.benchmarks import BENCHES, Questions, published
 from kit.flags import knob, parse, refusals, shared, through_door
 from kit.page import report
 from kit.perturbations import PERTURBATIONS, check_perturbations
 from kit.processes import gathered, processes
 from kit.qwen import Policy, check_checkpoint
 from kit.records import Records, Unusable, file_of, join, opened, waves_left, write
-from kit.tables import read_rows
-from kit.usable import Usable
+from kit.tables import Lazy
 from rewards import BoxJudge, ChatJudge, Judge, Lambdas, Reward, score
 from rollout import Rules, TooLong, Trajectory, Turn, load_policy, play
 from sandbox import Observation
@@ -80,27 +79,22 @@ def load_toy(n: int = 256, seed: int = 0, shortcut: float = 1.0) -> list[Sample]
     return toy_questions(n, f"evaluation-{seed}", shortcut) + against
 
 
-def load_bench(name: str, where: str | None = None, first: int | None = None) -> Usable:
+def load_bench(name: str, where: str | None = None, first: int | None = None) -> Lazy:
     """The Samples of a benchmark, or the `first` so many of them. Images are decoded when asked
     for, all else is checked now. Raises ValueError for a row that cannot be used: a score over
     fewer rows is another score."""
-    bench = BENCHES[name]
-    title, rows = f"{name} ({where or bench.where})", read_rows(where or bench.where)
-
-    def words(i: int) -> dict:
-        row = {**rows[i], "folder": rows.folder}
-        filled(row, *PICTURES)
-        fields = bench.read(row)
-        return fields | {"id": f"{name}-{i}-{fields['id']}".rstrip("-")}  # theirs may be no key
+    questions = Questions(name, where, first)
 
     def sample(i: int) -> Sample:
         try:
-            image = picture(rows[i], rows.folder)
-            return Sample(image=image, source=name, kind=bench.kind, **words(i))
+            image, kind = questions.picture(i), questions.bench.kind
+            return Sample(image=image, source=name, kind=kind, **questions.fields(i))
         except ValueError as error:
-            raise ValueError(f"{title}: row {i}: {error}") from error
+            raise ValueError(f"{questions.title}: row {i}: {error}") from error
 
-    return Usable(min(len(rows), first or len(rows)), words, sample, "stop", title)
+    if bad := questions.bad():
+        raise ValueError(f"{questions.title}: row {bad[0].row}, {bad[0].field}: {bad[0].reason}")
+    return Lazy(sample, questions.numbers)
 
 
 # Play and measure

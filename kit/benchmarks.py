@@ -4,8 +4,8 @@ benchmarks.py: ten public benchmarks, where a row becomes a question and a rule 
 Concept     Each benchmark is published in several forms, with columns of its own. A row of any form
             becomes the same fields: a question, its options, its answer, and so on.
 Paper       CodeV, arXiv:2511.19661, Tables 3 and 4: the benchmarks and how each is scored
-In          a row of a table (kit/tables.py), as a dict
-Out         the fields of a question as a dict; the score of a benchmark and of its parts
+In          the rows of a table (kit/tables.py), as dicts
+Out         the fields of a question as a dict, and its picture; the score of a benchmark
 Left out    tools of VLMEvalKit that read an answer out of free prose
 Read next   evaluate.py (load_bench makes Samples of these fields)
 """
@@ -16,17 +16,18 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from string import ascii_uppercase as LETTERS
 
 from PIL import Image
 
-from kit.answers import final_answer, read_number, same_answer
+from kit.answers import check_reference, final_answer, is_open, read_number, same_answer
 from kit.boxes import outwards
-from kit.tables import read_image
-from kit.usable import Bad
+from kit.tables import image_bytes, read_image, read_rows
+from kit.usable import Bad, Skipped, bad_rows
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,21 @@ def literal(cell: object) -> object:
         raise Bad("literal", f"expected a list or dict, got {cell!r}") from error
 
 
-def ask(row: dict, question: str, options: Iterable, answer: object, part: str, **more) -> dict:
-    options, answer = tuple(map(str, options)), str(answer)
-    if options and answer not in {*LETTERS[: len(options)], *options}:
-        raise Bad("answer", f"{answer!r} is neither a letter nor a text of {options}")
+def ask(
+    row: dict, question: str, options: Iterable, answer: object, part: str, rule=None, **more
+) -> dict:
+    """The fields of a question. Its answer has to be right by the rule that will score it."""
+    options, answer = tuple(map(str, options)), str(answer).strip()
+    try:
+        if rule is None:
+            check_reference(answer, options)
+        elif not rule(answer, answer):
+            raise ValueError(f"{answer!r} is not right by its own rule: correct the data")
+    except ValueError as error:
+        raise Bad("answer", str(error)) from error
     id = maybe(row, "index", "id", "pid", "sample_index", "question_id", "Question_id")
     words = {"id": "" if id is None else str(id), "question": question.strip()}
-    return words | {"options": options, "answer": answer, "part": part} | more
+    return words | {"options": options, "answer": answer, "part": part, "rule": rule} | more
 
 
 def options_of(row: dict, *names: str, needed: bool = True) -> list[str]:
@@ -158,15 +167,24 @@ def mathvista(row: dict) -> dict:
         "integer": ("a whole number", partial(rounded, int)),
         "float": (f"a number with {digits} decimals", partial(rounded, lambda x: round(x, digits))),
         "list": ("a Python list", same_list),
-    }.get(form, ("a word or two", None))
+    }.get(form, ("a word or two", exactly))
     unit = f" (Unit: {row['unit']})" if maybe(row, "unit") else ""
     return ask(row, f"{question}{unit}\nAnswer with {wanted}.", (), answer, part, rule=rule)
 
 
 def rounded(how: Callable[[float], float], answer: str, reference: str) -> bool:
-    number = read_number(final_answer(answer))
+    number = as_float(answer)
+    return number is not None and how(number) == float(reference)
+
+
+def as_float(text: str) -> float | None:
+    number = read_number(final_answer(text))
     fits = number is not None and abs(number[0]) < 1e300  # else no float can hold it
-    return fits and how(float(number[0])) == float(reference)
+    return float(number[0]) if fits else None
+
+
+def exactly(answer: str, reference: str) -> bool:
+    return final_answer(answer) == final_answer(reference)
 
 
 def same_list(answer: str, reference: str) -> bool:
@@ -198,19 +216,28 @@ def charxiv(row: dict) -> dict:
 
 
 def mmmu(row: dict) -> dict:
-    """A question may have images <image 1> to <image 7>: `picture` joins them to one."""
-    options = options_of(row, "options", needed=False)
-    question, answer = filled(row, "question"), str(filled(row, "answer"))
-    if len(set(re.findall(r"<image (\d)>", question))) > 1:
+    """A question may have images <image 1> to <image 7>, which its options may name as well:
+    `picture` joins them to one. An open one may have a list of references."""
+    texts = [filled(row, "question"), str(filled(row, "answer"))]
+    texts += map(str, options_of(row, "options", needed=False))
+    places = {place for text in texts for place in re.findall(r"<image (\d)>", text)}
+    question, answer, *options = (re.sub(r"<image (\d)>", r"[image \1]", t) for t in texts)
+    if len(places) > 1:
         question += "\n(The images stand below each other, image 1 at the top.)"
     subject = re.sub(r"^[a-z]+_|_\d+$", "", filled(row, "category", "id"))  # validation_Math_1
-    rule = any_of if not options and answer.startswith("[") else None
-    question = re.sub(r"<image (\d)>", r"[image \1]", question)
+    by_rule = answer.startswith("[") or read_number(final_answer(answer))
+    rule = None if options or not by_rule else two_decimals
     return ask(row, question, options, answer, subject, rule=rule)
 
 
-def any_of(answer: str, references: str) -> bool:
-    return any(same_answer(answer, str(reference)) for reference in literal(references))
+def two_decimals(answer: str, references: str) -> bool:
+    """One of the references is enough. Numbers are equal if they are when rounded to two decimals:
+    0.29 is 0.286, and the authors' rule says so."""
+    listed = literal(references) if references.startswith("[") else [references]
+    texts = [str(each) for each in listed]
+    wanted = [number for text in texts if (number := as_float(text)) is not None]
+    near = any(rounded(lambda x: round(x, 2), answer, str(round(x, 2))) for x in wanted)
+    return near or answer == references or any(same_answer(answer, text) for text in texts)
 
 
 BENCHES = {
@@ -221,28 +248,95 @@ BENCHES = {
     "mme-realworld-lite": Bench(
         "yifanzhang114/MME-RealWorld-lite-lmms-eval", mme_realworld, "search"
     ),
-    "mathvista": Bench("AI4Math/MathVista:testmini", mathvista, judged=True),
+    "mathvista": Bench("AI4Math/MathVista:testmini", mathvista),
     "mathverse": Bench("AI4Math/MathVerse:testmini.parquet", mathverse, judged=True),
     "mathvision": Bench("MathLLMs/MathVision:testmini", mathvision),
     "charxiv": Bench("princeton-nlp/CharXiv:val", charxiv, judged=True),
     "mmmu": Bench("lmms-lab/MMMU:validation", mmmu, judged=True),
 }
 
-PICTURES = ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)))
+PICTURES = ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)),
+            "image_path")  # fmt: skip
 
 
-def picture(row: dict, folder: Path) -> Image.Image:
-    """A row's image; several are joined below each other, so that there is one to look at."""
+class Questions:
+    """The rows of a benchmark, those of the hub or of `where`. `numbers` are those that count: a
+    table may also have rows to show the form of the questions by, whose `split` is dev."""
+
+    def __init__(self, name: str, where: str | None = None, first: int | None = None) -> None:
+        self.bench, self.rows = BENCHES[name], read_rows(where or BENCHES[name].where)
+        self.name, self.title = name, f"{name} ({where or self.bench.where})"
+        splits = len(self.rows) and "split" in self.rows[0]  # else no row need be read for that
+        every = range(len(self.rows))
+        counted = (i for i in every if not splits or self.rows[i].get("split") != "dev")
+        self.numbers = [*islice(counted, first)]
+
+    @cached_property
+    def number_of(self) -> dict[str, int]:
+        return {str(row["index"]): i for i, row in enumerate(self.rows) if "index" in row}
+
+    def row(self, i: int) -> dict:
+        """Row i. VLMEvalKit's TSVs may hold the index of another row, whose picture it is."""
+        row = {**self.rows[i], "folder": self.rows.folder}
+        if len(cell := str(row.get("image"))) <= 64 and cell in self.number_of:
+            row["image"] = self.rows[self.number_of[cell]]["image"]
+        return row
+
+    def fields(self, i: int) -> dict:
+        """What row i asks. Raises Bad for one that cannot be asked or scored, and for one whose
+        picture is not there; but what is there is not decoded."""
+        row = self.row(i)
+        filled(row, *PICTURES)
+        try:
+            for cell in pictures(row):
+                held = (cell.get("bytes") or cell.get("path")) if isinstance(cell, dict) else cell
+                few = len(held or "") < 4096  # a path; or no picture at all, which a path may hide
+                if few and len(image_bytes(cell, row["folder"])) < 4096:
+                    read_image(cell, row["folder"])
+        except ValueError as error:
+            raise Bad("image", str(error)) from error
+        fields = self.bench.read(row)
+        return fields | {"id": f"{self.name}-{i}-{fields['id']}".rstrip("-")}  # theirs: no key?
+
+    def bad(self) -> list[Skipped]:
+        """The rows that count and for which `fields` raises Bad, in order."""
+        counted = {*self.numbers}
+        total = max(counted, default=-1) + 1
+        return bad_rows(total, lambda i: i in counted and self.fields(i), self.title)
+
+    def way(self, i: int) -> str:
+        """By which rule row i is scored, in words."""
+        fields = self.fields(i)
+        if rule := fields["rule"]:
+            return f"by the authors' rule: {getattr(rule, 'func', rule).__name__}"
+        if fields["options"]:
+            return "by the option that is named"
+        if not is_open("words", fields["answer"]):
+            return "as a number, letter or formula"
+        return "in words: by rule" + ", then by the judge" * self.bench.judged
+
+    def picture(self, i: int) -> Image.Image:
+        row = self.row(i)
+        return sheet([read_image(cell, row["folder"]) for cell in pictures(row)])
+
+
+def pictures(row: dict) -> list:
+    """The cells of a row's pictures: image_1 to image_7, or the first column that has any."""
     cells = [cell for name in PICTURES if (cell := maybe(row, name)) is not None]
-    if "image_1" not in row:
-        cells = literal(cells[0]) if str(cells[0])[:1] == "[" else cells[:1]
-    images, gap = [read_image(cell, folder) for cell in cells], 16
+    if "image_1" in row or isinstance(cells[0], list):
+        return cells if "image_1" in row else cells[0]
+    listed = isinstance(cells[0], str) and cells[0].startswith("[")
+    return literal(cells[0]) if listed else cells[:1]
+
+
+def sheet(images: list[Image.Image], gap: int = 16) -> Image.Image:
+    """Several images below each other, so that there is one to look at."""
     size = max(i.width for i in images), sum(i.height + gap for i in images) - gap
-    sheet, y = Image.new("RGB", size, "white"), 0
+    joined, y = Image.new("RGB", size, "white"), 0
     for image in images:
-        sheet.paste(image, (0, y))
+        joined.paste(image, (0, y))
         y += image.height + gap
-    return sheet
+    return joined
 
 
 def published(answers: Iterable[tuple[str, str, float]], mean_of_parts: bool = False) -> dict:

@@ -3,13 +3,16 @@
 import base64
 import csv
 import io
-from pathlib import Path
+import json
 
 import pytest
 from PIL import Image
 
-from kit.benchmarks import BENCHES, picture, published
+from evaluate import load_bench
+from kit.benchmarks import BENCHES, pictures, published, sheet
+from kit.tables import read_image
 from kit.usable import Bad
+from rewards import grade
 
 
 def encoded(color="red", size=(40, 30)):
@@ -134,7 +137,7 @@ def test_every_benchmark_of_the_paper_has_a_row_here():
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("vstar, tsv", {"answer": "E"}, "'E' is neither a letter nor a text of"),
+        ("vstar, tsv", {"answer": "E"}, "name one of the options .*, but is 'E'"),
         ("vstar, tsv", {"A": "", "B": "", "C": ""}, "expected options in columns A, B"),
         ("vstar, tsv", {"A": "red", "B": "", "C": "green"}, "without a gap, got A, C"),
         ("vstar, tsv", {"text": "What?"}, r"expected a question and options \(A\)"),
@@ -162,12 +165,115 @@ def write_tsv(path, rows):
 
 def test_several_images_become_one():
     row = ROWS["mmmu, choice"][1]
-    sheet = picture(row, Path())
-    assert sheet.size == (40, 30 + 16 + 50)
-    assert [sheet.getpixel((5, y)) for y in (5, 38, 60)] == [
+    joined = sheet([read_image(cell) for cell in pictures(row)])
+    assert joined.size == (40, 30 + 16 + 50)
+    assert [joined.getpixel((5, y)) for y in (5, 38, 60)] == [
         (255, 0, 0), (255, 255, 255), (0, 0, 255)]  # fmt: skip
-    assert picture({"image": str([row["image_1"], row["image_2"]])}, Path()).size == sheet.size
-    assert picture({"image": "images/1.jpg", "decoded_image": IMAGE}, Path()).size == (40, 30)
+    both = [row["image_1"], row["image_2"]]
+    assert pictures({"image": str(both)}) == pictures({"image": both}) == both
+    assert pictures({"image": "images/1.jpg", "decoded_image": IMAGE}) == [IMAGE]
+
+
+# --- references are graded by their own rule, when the row is loaded -------------------------
+
+
+def load(tmp_path, name, *changes):
+    """The Samples of a file of such a row, once with each of the changes."""
+    bench, row = ROWS[name]
+    rows = [row | change for change in changes]
+    if name.endswith("tsv"):
+        return load_bench(bench, write_tsv(tmp_path / "rows.tsv", rows))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    return load_bench(bench, tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize(
+    "name, change, right, wrong",
+    [
+        # The authors compare texts: which of two equal ones was named does not matter.
+        ("mathvista, choice", {"choices": ["4", "6", "8", "8"], "answer": "8"},
+         ("C", "D", "8", "(D) 8"), ("A", "6", "C. 6", "C or D")),
+        # Two of MathVerse's problems have two right options.
+        ("mathverse, choice", {"question": "Which hold?\nChoices:\nA:1\nB:2\nC:3\nD:4",
+                               "answer": "C\nD"},
+         ("C, D", "C and D", "D\nC"), ("C", "D", "B, C, D", "C or D")),
+        ("mmmu, open", {"answer": "0.286"}, ("0.29", "0.286", "0.285714"), ("0.28", "0.3", "29")),
+        ("mmmu, open", {"answer": "6.333"}, ("6.33", "19/3"), ("6.34", "6")),
+        ("mmmu, open", {"answer": "['24/7', '3.429']"}, ("3.43", "24/7"), ("3.44", "24", "7")),
+        ("mmmu, open", {"answer": "blue"}, ("blue", "Blue."), ("red",)),
+        ("mathvista, float", {"answer": "cyan", "answer_type": "text"},
+         ("cyan", "**cyan**"), ("Cyan", "the cyan", "red")),
+    ],
+)  # fmt: skip
+def test_what_is_right_by_the_authors_rule(tmp_path, name, change, right, wrong):
+    sample = load(tmp_path, name, change)[0]
+    assert {reply: grade(reply, sample, None) for reply in right} == dict.fromkeys(right, 1.0)
+    assert {reply: grade(reply, sample, None) for reply in wrong} == dict.fromkeys(wrong, 0.0)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("mathvista, choice", {"answer": "maybe"}, "row 1, answer: .* one of the options"),
+        ("mathvista, choice", {"choices": ["no", "no"]}, "row 1, answer: .* options that differ"),
+        ("mathvista, float", {"answer": "long"}, "row 1, answer: .*'long'"),
+        ("mathvista, float", {"answer": "1.25"}, "row 1, answer: '1.25' is not right by its own"),
+        ("vlmblind, tsv", {"answers": "{4}"}, r"row 1, answer: '\{4\}' is not right by its own"),
+        ("mathverse, choice", {"answer": "B\nE"}, "row 1, answer: .* one of the options"),
+        ("charxiv, tsv", {"answer": "?" * 1001}, "row 1, answer: .* 1 to 1000 characters"),
+    ],
+)
+def test_a_reference_that_nothing_could_equal_is_named_at_load(tmp_path, name, change, message):
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, name, {}, change)
+
+
+# --- which rows count, and where their pictures are ------------------------------------------
+
+
+def test_rows_of_the_dev_split_do_not_count(tmp_path):
+    splits = ["dev", "validation", "dev", "validation"]
+    samples = load(tmp_path, "mmmu, tsv", *({"index": i, "split": s} for i, s in enumerate(splits)))
+    assert [sample.id for sample in samples] == ["mmmu-1-1", "mmmu-3-3"]
+    assert len(load_bench("mmmu", tmp_path / "rows.tsv", first=1)) == 1
+    with pytest.raises(ValueError, match="row 3, answer: "):  # its number in the file
+        load(tmp_path, "mmmu, tsv", *({"split": s, "answer": a} for s, a in zip(splits, "ZAZZ")))
+
+
+@pytest.mark.parametrize(
+    "question, options, asked, listed",
+    [
+        ("Which is a cell?", ["<image 1>", "<image 2>", "none"],
+         "Which is a cell?\n(The images stand below each other, image 1 at the top.)",
+         ("[image 1]", "[image 2]", "none")),
+        ("<image 1> Which is its mirror?", ["<image 2>", "none"],
+         "[image 1] Which is its mirror?\n(The images stand below each other, image 1 at the top.)",
+         ("[image 2]", "none")),
+        ("<image 1> Like <image 1>?", ["<image 1>", "no"], "[image 1] Like [image 1]?",
+         ("[image 1]", "no")),
+    ],
+)  # fmt: skip
+def test_markers_of_pictures_also_stand_in_options(question, options, asked, listed):
+    row = ROWS["mmmu, choice"][1] | {"question": question, "options": str(options)}
+    fields = BENCHES["mmmu"].read(row)
+    assert (fields["question"], fields["options"]) == (asked, listed)
+
+
+def test_a_picture_may_be_that_of_another_row_or_a_file(tmp_path):
+    Image.new("RGB", (9, 5)).save(tmp_path / "a.png")
+    samples = load(tmp_path, "vstar, tsv", {"index": "7"}, {"index": "8", "image": "7"})
+    assert samples[1].image.size == samples[0].image.size == (40, 30)
+    paths = [{"image": "", "image_path": path} for path in ("a.png", "['a.png']")]
+    samples = load(tmp_path, "vstar, tsv", *paths)
+    assert [sample.image.size for sample in samples] == [(9, 5)] * 2
+    listed = {"image": None, "image_path": ["a.png"]}
+    assert load(tmp_path, "mathvision", listed | {"decoded_image": None})[0].image.size == (9, 5)
+
+
+@pytest.mark.parametrize("cell", ["b.png", "images/abcd", "9", "['b.png']"])
+def test_a_picture_that_is_not_there_is_named_at_load(tmp_path, cell):
+    with pytest.raises(ValueError, match="row 1, image: no such file|row 1, image: no image"):
+        load(tmp_path, "vstar, tsv", {}, {"image": cell})
 
 
 # --- the rules of what is right --------------------------------------------------------------

@@ -38,7 +38,7 @@ from kit.tables import Lazy
 from rewards import BoxJudge, ChatJudge, Reward, grade
 from rollout import Trajectory, Turn
 from sandbox import Observation
-from test_benchmarks import ROWS, write_tsv
+from test_benchmarks import ROWS, encoded, write_tsv
 
 ROOT = Path(module.__file__).parent
 FILE = "trajectories.jsonl"
@@ -322,7 +322,8 @@ def test_every_curve_can_be_told_apart_without_colour():
 
 def test_a_tsv_is_loaded_lazily_and_its_bad_row_is_named(tmp_path):
     row = ROWS["hrbench, tsv"][1]
-    rows = [row | {"index": i, "image": cell} for i, cell in enumerate((row["image"], "no image"))]
+    broken = encoded(size=(9000, 3000))[:6000]
+    rows = [row | {"index": i, "image": cell} for i, cell in enumerate((row["image"], broken))]
     samples = load_bench("hrbench4k", write_tsv(tmp_path / "hr.tsv", rows))
     assert len(samples) == 2  # the broken picture was not looked at
     sample = samples[0]
@@ -333,7 +334,7 @@ def test_a_tsv_is_loaded_lazily_and_its_bad_row_is_named(tmp_path):
         samples[1]
     rows[1]["answer"] = "Z"
     file = write_tsv(tmp_path / "hr2.tsv", rows)
-    with pytest.raises(ValueError, match=r"hr2\.tsv\): row 1, answer: 'Z' is neither"):
+    with pytest.raises(ValueError, match=r"hr2\.tsv\): row 1, answer: .* one of the options"):
         load_bench("hrbench4k", file)
     assert len(load_bench("hrbench4k", file, first=1)) == 1
 
