@@ -12,6 +12,7 @@ Read next   faithfulness.py (what each rate means), train.py (who calls this aft
     python evaluate.py --model runs/toy/rl --bench toy --out runs/eval    play, score, show
     torchrun --nproc-per-node 8 evaluate.py --model DIR --bench vstar     the same on 8 GPUs
     python evaluate.py --compare runs/toy runs/accuracy --out runs        runs side by side
+    python evaluate.py --bench mmmu --data FILE --check                   can all rows be scored?
     python evaluate.py --film runs/eval --out build                       one episode as a picture
     python evaluate.py --study rewards --out runs/study                   what each reward teaches
 
@@ -307,7 +308,7 @@ def curves(log_lines: Sequence[dict], path: Path) -> None:
 
 # Command line
 
-DOORS = {"--compare": "beyond.compare", "--film": "beyond.film", "--study": "beyond.study"}
+DOORS = {name: f"beyond.{name[2:]}" for name in ("--check", "--compare", "--film", "--study")}
 PRESETS = {"toy": {"limit": 256, "max_new_tokens": 64, "max_length": 2048, "wave": 128}}
 
 

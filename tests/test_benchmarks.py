@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from evaluate import load_bench
+from evaluate import main as evaluate_main
 from kit.benchmarks import BENCHES, pictures, published, sheet
 from kit.tables import read_image
 from kit.usable import Bad
@@ -274,6 +275,48 @@ def test_a_picture_may_be_that_of_another_row_or_a_file(tmp_path):
 def test_a_picture_that_is_not_there_is_named_at_load(tmp_path, cell):
     with pytest.raises(ValueError, match="row 1, image: no such file|row 1, image: no image"):
         load(tmp_path, "vstar, tsv", {}, {"image": cell})
+
+
+# --- the whole file, without a model: --check -------------------------------------------------
+
+
+def check(capsys, *words):
+    status = 0
+    try:
+        evaluate_main([*map(str, words), "--check"])
+    except SystemExit as stopped:
+        status = stopped.code
+    return status, capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_file_of_each_schema_is_checked_without_a_model(tmp_path, capsys, name):
+    row = ROWS[name][1]
+    if isinstance(row["image"] if "image" in row else None, dict):
+        row = row | {"image": IMAGE}  # JSON has no bytes
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([row, row]))
+    status, out = check(capsys, "--bench", ROWS[name][0], "--data", file)
+    assert status == 0 and f"({file}): 2 of 2 rows would be scored" in out.out
+
+
+def test_a_check_says_by_which_rule_rows_are_scored_and_names_all_bad_ones(tmp_path, capsys):
+    row = ROWS["mmmu, tsv"][1] | {"split": "validation"}
+    none = dict.fromkeys("ABCD", "")
+    rows = [row, row | {"split": "dev", "answer": "Z"}, row | {"answer": "Z"},
+            row | {"image": "x.png"}, row | none | {"answer": "0.286"},
+            row | none | {"answer": "blue"}, row | none | {"answer": "\\pi"}]  # fmt: skip
+    file = write_tsv(tmp_path / "rows.tsv", rows)
+    status, out = check(capsys, "--bench", "mmmu", "--data", file)
+    lines = [line.strip() for line in out.out.splitlines()]
+    assert status == 1 and lines[0] == f"mmmu ({file}): 4 of 6 rows would be scored"
+    assert set(lines[1:6]) == {
+        "1 by the option that is named", "1 by the authors' rule: two_decimals",
+        "1 in words: by rule, then by the judge", "1 as a number, letter or formula",
+        "1 rows more, which do not count (split dev, or beyond --limit)"}  # fmt: skip
+    assert lines[6].startswith("row 2, answer: ") and lines[7].startswith("row 3, image: ")
+    status, out = check(capsys, "--bench", "toy")
+    assert status == 2 and "drawn, not read" in out.err
 
 
 # --- the rules of what is right --------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""
+check.py: can every row of a benchmark's file be asked and scored? Without a model, in seconds.
+
+Concept     A row that cannot be scored stops an evaluation. This reads the whole file beforehand,
+            and grades each reference as if a policy had given it: by its own rule it must be right.
+Paper       nothing
+In          the name of a benchmark, and its file
+Out         how many rows would be scored by which rule; the bad ones, each with the reason
+Left out    pictures: that they are there is looked at, but they are not decoded
+Read next   kit/benchmarks.py (the rules), docs/benchmarks.md (where they differ from the authors')
+
+    python evaluate.py --bench mmmu --data MMMU_DEV_VAL.tsv --check
+"""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+import evaluate
+from kit.benchmarks import Questions
+from kit.flags import knob, parse, refusals
+
+
+@dataclass(frozen=True)
+class Options(evaluate.Options):
+    """Can every row of a benchmark be scored? Of the flags only --bench, --data and --limit count;
+    the others may stand there as for the evaluation itself."""
+
+    model: str | None = knob(None, "not needed", metavar="DIR")
+    check: bool = knob(False, "read and grade the references, and play nothing")
+
+
+def main(argv: list[str]) -> None:
+    options = parse(Options, argv)
+    with refusals():
+        if options.bench == "toy":
+            raise ValueError("the toy world is drawn, not read: give --bench a benchmark's name")
+        questions = Questions(options.bench, options.data, options.limit)
+        bad = questions.bad()
+    unusable = {row for row, _, _ in bad}
+    good = [i for i in questions.numbers if i not in unusable]
+    others = len(questions.rows) - len(questions.numbers)
+    print(f"{questions.title}: {len(good)} of {len(questions.numbers)} rows would be scored")
+    for way, rows in Counter(map(questions.way, good)).most_common():
+        print(f"{rows:7} {way}")
+    print(f"{others:7} rows more, which do not count (split dev, or beyond --limit)" * bool(others))
+    for row, field, reason in bad:
+        print(f"row {row}, {field}: {reason}")
+    if bad or not good:
+        sys.exit(1)
