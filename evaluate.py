@@ -85,16 +85,12 @@ def load_bench(name: str, where: str | None = None, first: int | None = None) ->
     for, all else is checked now. Raises ValueError for a row that cannot be used: a score over
     fewer rows is another score."""
     questions = Questions(name, where, first)
+    questions.check()
 
     def sample(i: int) -> Sample:
-        try:
-            image, kind = questions.picture(i), questions.bench.kind
-            return Sample(image=image, source=name, kind=kind, **questions.fields(i))
-        except ValueError as error:
-            raise ValueError(f"{questions.title}: row {i}: {error}") from error
+        image, kind = questions.picture(i), questions.bench.kind
+        return Sample(image=image, source=name, kind=kind, **questions.fields(i))
 
-    if bad := questions.bad():
-        raise ValueError(f"{questions.title}: row {bad[0].row}, {bad[0].field}: {bad[0].reason}")
     return Lazy(sample, questions.numbers)
 
 
@@ -108,9 +104,9 @@ def evaluate(
     """Play every sample `rollouts` times and score every turn once: (metrics, episodes, rewards).
 
     `wave` samples are played at a time. With `out` their episodes go to a file and leave memory. A
-    wave whose file is there is not played again: so a killed evaluation goes on. All processes
-    share the waves, and process 0 joins the files. Without `out` this process plays alone. None of
-    this changes a number.
+    wave whose file is there is not played again: so a killed evaluation goes on, and only verdicts
+    that it lacks are asked for. All processes share the waves, and process 0 joins the files.
+    Without `out` this process plays alone. None of this changes a number.
 
     Raises Unusable if `out` holds episodes of another evaluation, ValueError without samples.
     """
@@ -136,6 +132,9 @@ def evaluate(
         gathered(rank)  # all have written
         if rank == 0:
             join(file, len(waves))
+            numbers = ((i, i // rollouts) for i in range(len(samples) * rollouts))
+            old = {i: sample for i, sample in numbers if sample // wave not in left}
+            ask_again(file, old, samples, judge, run)
         gathered(rank)
         trajectories, rewards = read_trajectories(file)
         if len(rewards) != (n := len(samples) * rollouts):
@@ -162,11 +161,24 @@ def play_wave(
     return sum(groups, []), sum(rewards, [])
 
 
+def ask_again(file: Path, old: dict[int, int], samples, judge: Judge, run: str) -> None:
+    """Score those episodes of a file again that lack a verdict, without playing them. old: the
+    number of an episode -> that of its sample."""
+    played, before = read_trajectories(file)
+    paid = [*before]
+    for i in (i for i, reward in enumerate(before) if reward.total is None and i in old):
+        again = replace(played[i], sample=samples[old[i]])  # the file's has no rule
+        ((paid[i],),) = score([[again]], "tapo", judge, Lambdas(), random.Random())
+    if paid != before:
+        write_trajectories(file, played, paid, run)
+
+
 def measure(
     trajectories: Iterable[Trajectory], rewards: Iterable[Reward], rollouts: int = 1
 ) -> dict:
-    """The rates of faithfulness.py, and a benchmark's own score with its parts. Out-of-prior
-    questions count for `ood_accuracy` only, answers without a verdict only as `ungraded`."""
+    """The rates of faithfulness.py, and a benchmark's own score with its parts; while answers lack
+    a verdict (`ungraded`) its bounds instead, as if all these were wrong, and as if all were right.
+    Out-of-prior questions count for `ood_accuracy` only."""
     findings, answers, against, ungraded, bench = [], [], [], 0, None
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         sample = trajectory.sample
@@ -176,8 +188,8 @@ def measure(
             against.append(reward.answer)
         else:
             findings.append(finding(trajectory, reward))
-            answers.append((sample.part, sample.cycle, reward.answer))
-            bench = BENCHES.get(sample.source)
+        answers.append((sample.part, sample.cycle, reward.answer))
+        bench = BENCHES.get(sample.source)
     rates = count(findings, draws=DRAWS)
     metrics = {"n": len(findings) // rollouts} | {name: rate.value for name, rate in rates.items()}
     metrics["rates"] = {name: vars(rate) for name, rate in rates.items()}
@@ -187,8 +199,11 @@ def measure(
     if against:
         metrics["ood_accuracy"] = sum(against) / len(against)
     if bench:
-        parts = published(answers, bench.mean_of_parts)
-        metrics |= {"score": parts.pop("all"), "parts": parts}
+        filled = ([(*a, guess if r is None else r) for *a, r in answers] for guess in (0.0, 1.0))
+        parts, most = (published(each, bench.mean_of_parts) for each in filled)
+        low, high = parts.pop("all"), most["all"]
+        bounds = {"score_bounds": [low, high], "score_least": low, "score_most": high}
+        metrics |= bounds if ungraded else {"score": low, "parts": parts}
     return metrics
 
 
@@ -254,6 +269,7 @@ def trajectory_of(record: dict, folder: Path) -> Trajectory:
 # The rows of every table: the name of a number in summary.json, and what a reader sees.
 LABELS = {
     "n": "questions", "ungraded": "answers without verdict", "score": "benchmark score",
+    "score_least": "benchmark score, at least", "score_most": "benchmark score, at most",
     "accuracy": "accuracy", "ood_accuracy": "out-of-prior accuracy", "tool_use": "tool use",
     "faithful": "faithful", "unfaithful": "unfaithful", "no_tool": "no tool",
     "faithful_and_correct": "correct and faithful", "calls": "calls per question",

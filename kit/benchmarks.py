@@ -304,6 +304,11 @@ class Questions:
         total = max(counted, default=-1) + 1
         return bad_rows(total, lambda i: i in counted and self.fields(i), self.title)
 
+    def check(self) -> None:
+        """Raises ValueError, which names the first bad row."""
+        if bad := self.bad():
+            raise ValueError(f"{self.title}: row {bad[0].row}, {bad[0].field}: {bad[0].reason}")
+
     def way(self, i: int) -> str:
         """By which rule row i is scored, in words."""
         fields = self.fields(i)
@@ -317,7 +322,10 @@ class Questions:
 
     def picture(self, i: int) -> Image.Image:
         row = self.row(i)
-        return sheet([read_image(cell, row["folder"]) for cell in pictures(row)])
+        try:
+            return sheet([read_image(cell, row["folder"]) for cell in pictures(row)])
+        except ValueError as error:
+            raise ValueError(f"{self.title}: row {i}: {error}") from error
 
 
 def pictures(row: dict) -> list:

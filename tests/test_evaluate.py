@@ -383,9 +383,13 @@ def test_the_summary_has_the_benchmarks_own_score_and_leaves_out_what_nobody_gra
     ]
     rewards = [Reward(answer, 0.0, 0.0) for answer in (1.0, 0.0, 1.0, None)]
     metrics = measure(trajectories, rewards)
-    assert metrics["n"] == 3 and metrics["ungraded"] == 1
-    assert metrics["accuracy"] == 2 / 3 and metrics["score"] == 0.75
-    assert metrics["parts"] == {"a": 0.5, "b": 1.0}
+    assert metrics["n"] == 3 and metrics["ungraded"] == 1 and metrics["accuracy"] == 2 / 3
+    # The rules accept answers without a judge, so those that lack a verdict are no fair sample.
+    assert metrics["score_bounds"] == [0.5, 0.75] and not {"score", "parts"} & {*metrics}
+    assert ["benchmark score, at least", "0.500"] in module.lines({"vlmblind": metrics})
+    graded = measure(trajectories, [*rewards[:3], Reward(0.0, 0.0, 0.0)])
+    assert graded["score"] == 0.5 and graded["parts"] == {"a": 0.5, "b": 0.5}
+    assert not {"score_bounds", "ungraded"} & {*graded}
     assert metrics["rates"]["accuracy"]["numerator"] == 2
     assert measure(trajectories[:3] * 2, rewards[:3] * 2, rollouts=2)["n"] == 3
 
@@ -446,6 +450,43 @@ def test_an_answer_without_verdict_does_not_end_the_evaluation(policy, samples):
         rules = replace(RULES, temperature=0.0)
         metrics, *_ = evaluate(policy, asked, Mute(), rules=rules, wave=1)
     assert metrics["ungraded"] == 2 and metrics["n"] == 0
+
+
+def test_the_same_command_asks_for_missing_verdicts_only(policy, samples, tmp_path, asked):
+    """Of answers, and of pictures."""
+
+    class Served(BoxJudge):
+        up, heard = False, ()
+
+        def __call__(self, request, labels):
+            self.heard += (request.question,)
+            return 1.0 if self.up else None
+
+        def same_answer(self, question, reference, reply):
+            self.heard += (question,)
+            return reply == "scarlet" if self.up else None
+
+    red = [replace(s, options=(), answer="red", question=f"{s.id}?") for s in samples[:4]]
+    red[3] = replace(red[3], kind="search", boxes=())
+    rules, said = replace(RULES, temperature=0.0), ["red", "scarlet", "navy"]
+    scripts = [[f"<think>.</think><answer>{word}</answer>"] for word in said] + [[LOOK, ANSWER]]
+
+    def run(judge, scripts=()):
+        with scripted(policy, [*scripts]):
+            return evaluate(policy, red, judge, rules=rules, out=tmp_path, wave=1)
+
+    down, back = Served(), Served()
+    metrics, _, before = run(down, scripts)
+    assert [reward.total for reward in before] == [1.0, None, None, None]
+    assert metrics["ungraded"] == 3 and down.heard == tuple(s.question for s in (*red[1:], red[3]))
+    asked.clear()
+    back.up = True
+    metrics, _, after = run(back)
+    assert asked == [] and back.heard == down.heard
+    assert [reward.answer for reward in after] == [1.0, 1.0, 0.0, 0.0] and "ungraded" not in metrics
+    assert after[3].scores == (1.0,) and after[0] == before[0]
+    again = Served()
+    assert run(again)[2] == after and again.heard == ()
 
 
 def test_what_is_finished_is_not_played_again(policy, samples, tmp_path, asked):
