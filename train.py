@@ -44,7 +44,6 @@ from kit.folder import Run, check_new, read_config, write_json
 from kit.page import report
 from kit.processes import actor_of, assemble, gathered, merged, mine, parts, shard, sync
 from kit.qwen import Policy, freeze_vision
-from kit.tables import read_rows
 from rewards import BoxJudge, ChatJudge, Judge, Lambdas, VerdictWatch, reward_named, score, summary
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sandbox import Limits
@@ -191,8 +190,8 @@ def world_of(run: Run, config: Config) -> World:
         raise ValueError(f"--questions {config.questions} for {run.n} processes: raise it")
     start = config.model if run.state["stage"] == "sft" else run.folder / "sft"
     policy = load_policy(start, max_pixels=config.max_pixels or None, weights=False)
-    if config.sft_data and config.sft_steps:
-        read_rows(config.sft_data)
+    run.check_data("sft_data", config.sft_data if config.sft_steps else "")
+    run.check_data("rl_data", config.rl_data)
     if config.rl_data:
         return data_world(run, config, policy)
     measured = load_toy(config.eval_questions, shortcut=config.shortcut)

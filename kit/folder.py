@@ -13,6 +13,7 @@ Read next   processes.py (what else the processes of a run share), train.py (whi
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from kit.flags import checked
 from kit.processes import gathered, processes, sync
 from kit.qwen import Policy
+from kit.tables import read_rows
 
 WHAT_NOW = "put a copy back, or start a new run with another --out"
 
@@ -55,12 +57,20 @@ def write_json(path: Path, value: dict) -> None:
     os.replace(part, path)
 
 
+def six_digits(value: object) -> object:
+    """A float rounded; None for NaN and infinity, which JSON does not have."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
 def read_state(folder: Path) -> dict:
     """How far the run in this folder is."""
     state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0}
     state |= {"kept": [], "best": None, "seconds": {}, "stages": {}}
     if (path := folder / "state.json").exists():
         state = read_json(path, keys=state)
+    state.setdefault("data", {})
     name = state["checkpoint"]
     if name and not (folder / name / ".metadata").is_file():
         raise ValueError(f"{path} goes on from {name}, which is not there or not whole: {WHAT_NOW}")
@@ -117,6 +127,16 @@ class Run:
             self.log_file.truncate(counted)
             self.lines = (folder / "log.jsonl").read_bytes().count(b"\n")
 
+    def check_data(self, name: str, where: str) -> None:
+        """Refuse to go on with other rows than the run began with: in another order, and with some
+        that were held out among those to learn from, it would come to another end in silence."""
+        if where:
+            found = read_rows(where).fingerprint()
+            began = self.state["data"].setdefault(name, found)
+            if began != found:
+                told = f"{where} has changed since this run began: {began} then, {found} now"
+                raise ValueError(f"--{name.replace('_', '-')} {told}; {WHAT_NOW}")
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A part of a step, with its seconds kept. All processes begin it together: there is a
@@ -155,12 +175,13 @@ class Run:
             raise SystemExit(self.diverged("the policy's weights are not finite, or huge"))
 
     def log(self, line: dict) -> None:
-        """Write one line of log.jsonl. Two equal runs write the same: the seconds of the step go to
-        times.jsonl. Three skipped steps in a row end the run."""
+        """Write one line of log.jsonl, with null for what is not finite. Two equal runs write the
+        same: the seconds of the step go to times.jsonl. Three skipped steps in a row end the run.
+        """
         self.now = f"after {line['stage']} step {line['step']}"
         if self.first:
-            rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in line.items()}
-            self.log_file.write(json.dumps(rounded).encode() + b"\n")
+            rounded = {k: six_digits(v) for k, v in line.items()}
+            self.log_file.write(json.dumps(rounded, allow_nan=False).encode() + b"\n")
             self.log_file.flush()
             # (times.jsonl is not cut on resume: steps that were done twice stand there twice.)
             with open(self.folder / "times.jsonl", "a") as file:

@@ -137,6 +137,30 @@ def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
     assert len(a_run.log_lines("sft")) == 6
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_null_in_the_log(value, tmp_path):
+    run_in(tmp_path).log({"stage": "rl", "step": 1, "loss": value, "kl": 0.12345678, "n": 3})
+    text = (tmp_path / "log.jsonl").read_text()
+    found = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert found == {"stage": "rl", "step": 1, "loss": None, "kl": 0.123457, "n": 3}
+
+
+def test_data_that_changed_since_the_run_began_is_refused(tmp_path):
+    data, other = tmp_path / "a.jsonl", tmp_path / "moved.jsonl"
+    data.write_text(rows := "".join(f'{{"a": {i}}}\n' for i in range(14)))
+    run = run_in(tmp_path / "run")
+    run.check_data("rl_data", str(data))
+    run.check_data("sft_data", "")  # the toy's
+    run.update(step=3)
+    run.log_file.close()
+    other.write_text(rows)
+    run_in(tmp_path / "run").check_data("rl_data", str(other))
+    data.write_text(rows + rows[:9])
+    with pytest.raises(ValueError, match=r"--rl-data .*a.jsonl has changed since this run began: "
+                       r"14 rows \(.*\) then, 15 rows \(.*\) now; put a copy back"):  # fmt: skip
+        run_in(tmp_path / "run").check_data("rl_data", str(data))
+
+
 def test_seconds_are_kept_for_the_step_and_for_the_run(tmp_path):
     a_run = run_in(tmp_path)
     for step in (1, 2):

@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import os
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -252,3 +253,32 @@ def test_the_committed_fixtures_are_what_their_script_writes():
         list(read_rows(FIXTURES / "codev_rl.parquet")) == rl_rows()
         and list(read_rows(FIXTURES / "thyme_sft.jsonl")) == sft_rows()
     )
+
+
+def test_a_fingerprint_survives_a_copy_and_no_change(tmp_path):
+    def known(name, text):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.jsonl").write_text(text)
+        return read_rows(tmp_path / name).fingerprint()
+
+    rows = [f'{{"a": {i}}}\n' for i in range(9)]
+    first = known("first", "".join(rows))
+    os.utime(tmp_path / "first" / "first.jsonl", (1, 1))
+    assert first == known("copy", "".join(rows)) and first.startswith("9 rows (")
+    assert first != known("turned", "".join(rows[::-1]))
+    assert first != known("edited", "".join(rows).replace("4", "3"))
+    assert first != known("longer", "".join([*rows, rows[0]]))
+
+
+def test_a_large_file_is_read_in_parts(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    rows, size = read_rows(tmp_path / "a.jsonl"), 1 << 30
+    path = tmp_path / "large"
+    with open(path, "wb") as file:
+        file.truncate(size)
+    rows.version = [(str(path), 0, size)]
+    before = rows.fingerprint()
+    with open(path, "r+b") as file:
+        file.seek(size // 64 * 40)
+        file.write(b"x")
+    assert rows.fingerprint() != before

@@ -519,6 +519,14 @@ def test_the_7b_recipe_runs_on_a_stand_in_and_can_be_resumed(tmp_path, standin_f
     assert any(not torch.equal(before[name].float(), after[name]) for name in set(before) - seeing)
     train.main(parse_config(["--resume", str(out)]))
     assert "no tool" in capsys.readouterr().out
+    state = json.loads((out / "state.json").read_text())
+    for name in ("sft_data", "rl_data"):
+        began = state["data"] | {name: "7 rows (of old)"}
+        (out / "state.json").write_text(json.dumps(state | {"data": began}))
+        with pytest.raises(SystemExit):
+            train.main(parse_config(["--resume", str(out)]))
+        flag = f"--{name.replace('_', '-')}"
+        assert re.search(f"{flag} .* has changed since this run began", capsys.readouterr().err)
 
 
 def test_a_served_judge_decides_what_tools_are_paid(tmp_path):
