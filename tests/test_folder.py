@@ -155,6 +155,9 @@ def test_data_that_changed_since_the_run_began_is_refused(tmp_path):
     run.log_file.close()
     other.write_text(rows)
     run_in(tmp_path / "run").check_data("rl_data", str(other))
+    other.write_text(rows[9:])
+    with pytest.raises(ValueError, match="moved.jsonl has changed"):
+        run_in(tmp_path / "run").check_data("rl_data", str(other))
     data.write_text(rows + rows[:9])
     with pytest.raises(ValueError, match=r"--rl-data .*a.jsonl has changed since this run began: "
                        r"14 rows \(.*\) then, 15 rows \(.*\) now; put a copy back"):  # fmt: skip
