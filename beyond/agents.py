@@ -15,7 +15,8 @@ the file. Each line has
     question, image (a file), answer (what the agent answered, or null), correct (true or false)
     steps      one object for each tool call: what it showed, as box (a part of the image), image (a
                file), or neither. It may have text (what was said before), code, error, and score (a
-               judge's, 0 to 1, or null); without a score the box is compared with the targets
+               judge's, 0 to 1, or null); without a score the box is compared with the targets. A
+               box that is null, reversed, empty or outside shows nothing; such calls are counted
     and, where they are known: targets (boxes of the evidence), kind ("search" or "neutral"), text
     (what was said at the end), id (plays of one question share it: they are not independent)
 """
@@ -39,8 +40,13 @@ from sandbox import Observation
 
 REQUIRED = {"question": str, "image": str, "answer": str | None, "correct": bool, "steps": list}
 LINE = REQUIRED | {"targets": list, "kind": str, "text": str, "id": str}
-STEP = {"box": list, "image": str, "text": str, "code": str}
+STEP = {"box": list | None, "image": str, "text": str, "code": str}
 STEP |= {"error": str | None, "score": int | float | None}
+NOTHING = "a box that holds nothing of the image"
+
+
+class NoPixel(ValueError):
+    """A box of the right form, or null, that is no part of the image."""
 
 
 def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
@@ -62,8 +68,13 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
     turns, scores = [], []
     for number, step in enumerate(line["steps"], start=1):
         check(step, STEP, (), f"step {number}")
-        error, box = step.get("error"), box_in(image, step["box"]) if "box" in step else None
+        error, box = step.get("error"), None
         seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
+        if "box" in step and (step["box"] is not None or "image" not in step):
+            try:
+                box = box_in(image, step["box"])
+            except NoPixel:
+                seen.notes.append(NOTHING)
         if box or "image" in step:
             picture = read_image(step["image"], folder) if "image" in step else image.crop(box)
             seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
@@ -92,11 +103,16 @@ def check(found: object, types: dict, must: Iterable[str], what: str) -> None:
 
 def box_in(image: Image.Image, box: object) -> Box:
     """[x0, y0, x1, y1] in whole pixels, rounded outwards and cut at the border of the image."""
+    if box is None:
+        raise NoPixel("there is no box")
     if not isinstance(box, list) or [isinstance(v, int | float) for v in box] != [True] * 4:
         raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
     if all(0 <= v <= 1 for v in box) and not all(isinstance(v, int) for v in box):
         raise ValueError(f"expected pixels, got the box {box} in shares: multiply by the size")
-    return outwards(*box, size=image.size)
+    try:
+        return outwards(*box, size=image.size)
+    except ValueError as error:
+        raise NoPixel(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -117,9 +133,14 @@ def main(argv: list[str]) -> None:
             url, model = given.judge_url, given.judge_model
             judge = ChatJudge(url, model, prompt="evaluation") if url else HALF
             pairs = read_foreign(given.file, judge)
-        units = [(finding(*pair), use_of(pair[0])) for pair in pairs]
+        units, empty = [], 0
+        for trajectory, reward in pairs:
+            units.append((finding(trajectory, reward), use_of(trajectory)))
+            empty += sum(turn.observation.notes.count(NOTHING) for turn in trajectory.tool_turns)
         if not units:
             raise ValueError(f"{given.file} is empty: expected at least one trajectory")
     counts = count((f for f, _ in units), DRAWS)
     used = means(((use, f.cluster) for f, use in units), DRAWS)
+    if empty:
+        print(f"{empty} calls gave {NOTHING} (null, reversed, empty or outside)\n")
     print(listing(counts), cross_table(counts), listing(used), sep="\n\n")
