@@ -45,10 +45,6 @@ STEP |= {"error": str | None, "score": int | float | None}
 NOTHING = "a box that holds nothing of the image"
 
 
-class NoPixel(ValueError):
-    """A box of the right form, or null, that is no part of the image."""
-
-
 def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
     """One pair at a time: pictures may be large. The head of this file has the schema."""
     for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
@@ -64,6 +60,8 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
     check(line, LINE, REQUIRED, "the line")
     image, kind = read_image(line["image"], folder), line.get("kind", "search")
     boxes = tuple(box_in(image, box) for box in line.get("targets", ()))
+    if None in boxes:
+        raise ValueError(f"one of the targets {line['targets']} has no pixel of the image")
     sample = Sample(line.get("id", name), image, line["question"], "", kind=kind, boxes=boxes)
     turns, scores = [], []
     for number, step in enumerate(line["steps"], start=1):
@@ -71,10 +69,8 @@ def from_line(line: dict, folder: Path, judge: Judge, name: str) -> tuple[Trajec
         error, box = step.get("error"), None
         seen = Observation(error=error, red_lines=["sandbox_error"] if error else [])
         if "box" in step and (step["box"] is not None or "image" not in step):
-            try:
-                box = box_in(image, step["box"])
-            except NoPixel:
-                seen.notes.append(NOTHING)
+            box = box_in(image, step["box"])
+            seen.notes.extend([] if box else [NOTHING])
         if box or "image" in step:
             picture = read_image(step["image"], folder) if "image" in step else image.crop(box)
             seen = replace(seen, images=[picture], boxes=[box], sources=["reported"])
@@ -101,18 +97,18 @@ def check(found: object, types: dict, must: Iterable[str], what: str) -> None:
             raise ValueError(f"{what}: {key} {value!r:.60}, which is of another type than expected")
 
 
-def box_in(image: Image.Image, box: object) -> Box:
-    """[x0, y0, x1, y1] in whole pixels, rounded outwards and cut at the border of the image."""
+def box_in(image: Image.Image, box: object) -> Box | None:
+    """In whole pixels, rounded outwards and cut at the border of the image; None: no pixel left."""
     if box is None:
-        raise NoPixel("there is no box")
+        return None
     if not isinstance(box, list) or [isinstance(v, int | float) for v in box] != [True] * 4:
         raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
     if all(0 <= v <= 1 for v in box) and not all(isinstance(v, int) for v in box):
         raise ValueError(f"expected pixels, got the box {box} in shares: multiply by the size")
     try:
         return outwards(*box, size=image.size)
-    except ValueError as error:
-        raise NoPixel(str(error)) from error
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)

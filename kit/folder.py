@@ -57,13 +57,6 @@ def write_json(path: Path, value: dict) -> None:
     os.replace(part, path)
 
 
-def six_digits(value: object) -> object:
-    """A float rounded; None for NaN and infinity, which JSON does not have."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
 def read_state(folder: Path) -> dict:
     """How far the run in this folder is."""
     state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0}
@@ -180,8 +173,9 @@ class Run:
         """
         self.now = f"after {line['stage']} step {line['step']}"
         if self.first:
-            rounded = {k: six_digits(v) for k, v in line.items()}
-            self.log_file.write(json.dumps(rounded, allow_nan=False).encode() + b"\n")
+            floats = {k: v for k, v in line.items() if isinstance(v, float)}
+            kept = {k: float(f"{v:.6g}") if math.isfinite(v) else None for k, v in floats.items()}
+            self.log_file.write(json.dumps(line | kept, allow_nan=False).encode() + b"\n")
             self.log_file.flush()
             # (times.jsonl is not cut on resume: steps that were done twice stand there twice.)
             with open(self.folder / "times.jsonl", "a") as file:

@@ -16,16 +16,8 @@ import struct
 import numpy as np
 from PIL import Image
 
-# What undoes each orientation of EXIF; 1 is upright.
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+# An orientation of EXIF (1 is upright), and which Image.Transpose undoes it.
+TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 
 
 def eight_bits(values: np.ndarray) -> np.ndarray:

@@ -29,10 +29,8 @@ from PIL import Image, UnidentifiedImageError
 from kit.pictures import upright_rgb
 
 SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".tsv": "csv", ".csv": "csv"}
-# The formats that we let PIL open, so far as it can.
-PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
-# Where a dict holds a picture, in a table or in a chat message. The first that holds something
-# counts: beside bytes, a path only says where they came from.
+PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")  # PIL may open
+# Of a dict's keys the first counts: beside bytes, a path only says where they came from.
 CELL_KEYS = ("bytes", "path", "image_url", "image", "url")
 
 
