@@ -215,12 +215,8 @@ class Parts:
         if isinstance(part, np.ndarray) and all(isinstance(s, slice) for s in slices):
             ends = [s.indices(n) for s, n in zip(slices, self.array.shape)]
             (y0, y1, down), (x0, x1, right) = ends
-            if part.size and down > 0 and right > 0:
-                steps = [["crop", x0, y0, x1, y1]]
-                if (down, right) != (1, 1):  # as near as Pillow comes to it
-                    whole = 0.0, 0.0, float(x1 - x0), float(y1 - y0)
-                    steps.append(["pil", *part.shape[1::-1], Image.NEAREST, *whole, None])
-                self.origins.made(part, self.array, *steps)
+            if part.size and down == right == 1:
+                self.origins.made(part, self.array, ["crop", x0, y0, x1, y1])
         return part
 
 

@@ -436,6 +436,8 @@ def test_orientation_is_applied_and_metadata_is_gone():
          "['image.png']"),
         ("open('/tmp/own.txt', 'w').close(); os.remove('/tmp/own.txt'); os.listdir('.')",
          "['image.png']"),
+        ("Image.new('RGB', (50, 50)).save('image.png'); Image.open('image.png').size", "(50, 50)"),
+        ("open('image.png', 'w').write('x'); len(open('image.png').read())", "1"),
         ("image.save('e.bmp'); os.path.getsize('e.bmp') > 1_000_000; None", "None"),
         ("random.random(), np.random.rand()", "(0.8444218515250481, 0.5488135039273248)"),
     ],
