@@ -38,8 +38,9 @@ def own_server(tmp_path_factory):
     before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("sandbox"))
     sandbox_server._server = None
     yield tempfile.tempdir
-    sandbox_server._server.process.kill()
-    sandbox_server._server.process.wait()
+    server = sandbox_server.the_server()
+    server.process.kill()
+    server.process.wait()
     sandbox_server._server, tempfile.tempdir = None, before
 
 
@@ -586,7 +587,7 @@ os.fork = refusing("fork", os.fork)
 tempfile.mkdtemp = refusing("mkdtemp", tempfile.mkdtemp)
 serve("""
     monkeypatch.setattr(sandbox_server, "DOOR", sandbox_server.DOOR.replace("\nserve(", refuse))
-    sandbox_server._server.process.kill()
+    sandbox_server.the_server().process.kill()
     sandbox_server._server.process.wait()
     yield tmp_path
     sandbox_server._server.process.kill()

@@ -207,6 +207,9 @@ REFUSED = {
         C + "c.paste((0, 0, 0), (0, 0, 100, 150))\nc.show()",
         C + "c.paste(c.crop((0, 0, 60, 60)), (120, 70))\nc.show()",
         "Image.new('RGB', (200, 150), 'white')",
+        ARRAY
+        + "c = a[150:300, 200:400] // 3 + np.linspace(0, 170, 200)[:, None].astype(np.uint8)\n"
+        + FROM,
     ],
     "a border or a second picture is joined to it": [
         "ImageOps.expand(image.crop(B), border=10, fill='white').show()",
