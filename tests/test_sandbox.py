@@ -688,6 +688,7 @@ A = "image.crop((100, 100, 300, 300))"
         ([f"{A}.save('c.png')", "Image.open('c.png').crop((0, 0, 50, 50)).show()"], []),
         ([f"{A}.save('c.png')", "Image.open('c.png').rotate(90).show()"], []),
         (["Image.open(image_path).show()"], ["no_op"]),  # no scratch of its own
+        (["Image.open('image.png').show()"], ["no_op"]),
         (["image.crop((-10, 0, 90, 100)).show()"], []),  # 10 % outside
         (["image.crop((-12, 0, 90, 100)).show()"], ["invalid_coords"]),  # 12 % outside
         (["image.crop((90, 100, 0, 0)).show()"], []),  # sorted

@@ -647,17 +647,21 @@ sandbox_server.DOOR = f"import sys; {none}" + sandbox_server.DOOR
 import sandbox
 from PIL import Image
 with sandbox.Sandbox(Image.new("RGB", (64, 64))) as box:
-    print(box.run("import PIL.ImageCms; print(np.ones(3).sum())"))
+    print(box.run("import later, PIL.ImageCms; print(np.ones(3).sum(), later.value)"))
 """
 
 
 def test_libraries_in_any_folder_of_the_path_are_found(tmp_path):
     """Where PYTHONPATH names a folder that is not called site-packages, and -I forgets it."""
-    os.symlink(os.path.dirname(os.path.dirname(np.__file__)), tmp_path / "libs")
-    arguments = [os.path.dirname(sandbox.__file__), str(tmp_path / "libs")]
+    packages, libs = os.path.dirname(os.path.dirname(np.__file__)), tmp_path / "libs"
+    libs.mkdir()
+    (libs / "later.py").write_text("value = 3.0")
+    for name in os.listdir(packages):
+        os.symlink(os.path.join(packages, name), libs / name)
+    arguments = [os.path.dirname(sandbox.__file__), str(libs)]
     command = [sys.executable, "-c", ELSEWHERE, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "text='3.0\\n'" in done.stdout and "error=None" in done.stdout, done
+    assert "text='3.0 3.0\\n'" in done.stdout and "error=None" in done.stdout, done
 
 
 def test_a_worker_killed_from_outside_is_not_to_blame():
