@@ -12,7 +12,6 @@ Read next   sandbox_stand_ins.py (what is kinder here), sandbox.py (who checks t
 
 import ast
 import builtins
-import glob
 import io
 import itertools
 import math
@@ -24,6 +23,7 @@ import tempfile
 import traceback
 import types
 import warnings
+from contextlib import suppress
 
 import numpy as np
 from PIL import Image
@@ -149,10 +149,15 @@ class Worker(Recorder):
 
     def listing(self) -> dict[str, tuple]:
         """Files at most three folders deep: path -> what changes if the file does."""
-        globs = [glob.iglob(glob.escape(self.folder) + "/*" * depth) for depth in (1, 2, 3)]
-        paths = itertools.islice(itertools.chain(*globs), 5000)
-        states = ((path, os.lstat(path)) for path in paths)
-        return {path: (s.st_mtime_ns, s.st_size, s.st_ino) for path, s in states}
+        states, folders = {}, [(self.folder, 1)]
+        for folder, depth in folders:
+            with suppress(OSError), os.scandir(folder) as entries:  # code may have closed it
+                for entry in itertools.islice(entries, 5000 - len(states)):
+                    s = entry.stat(follow_symlinks=False)
+                    states[entry.path] = s.st_mtime_ns, s.st_size, s.st_ino
+                    if depth < 3 and entry.is_dir(follow_symlinks=False):
+                        folders.append((entry.path, depth + 1))
+        return states
 
     def describe(self, problem: BaseException) -> str:
         """One short line: type, message, line of the code."""
