@@ -40,7 +40,7 @@ from PIL import Image
 from kit.boxes import Box
 from kit.schemas import rl_fields
 from kit.tables import read_rows, upright_rgb
-from kit.usable import Bad, Usable
+from kit.usable import Usable, blaming
 from sandbox import Observation
 
 
@@ -370,22 +370,17 @@ def load_rl(
     rows = read_rows(where)
 
     def sample(i: int) -> Sample:
-        fields = rl_fields(rows[i], i, rows.folder)
-        try:
-            return Sample(**fields)
-        except ValueError as error:
-            raise Bad("image", str(error)) from error
+        with blaming("image"):
+            return Sample(**rl_fields(rows[i], i, rows.folder))
 
     def check(i: int) -> None:
         made = sample(i)
-        try:
+        with blaming("length"):
             if fits:
                 fits(made)
-        except ValueError as error:
-            raise Bad("length", str(error)) from error
 
     key = (rows.version, fits_key) if fits_key or not fits else None
-    return Usable(len(rows), check, sample, on_bad, str(where), key)
+    return Usable(range(len(rows)), check, sample, on_bad, str(where), key)
 
 
 def demo() -> str:

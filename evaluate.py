@@ -65,7 +65,7 @@ from kit.perturbations import PERTURBATIONS, check_perturbations
 from kit.processes import gathered, processes
 from kit.qwen import Policy, check_checkpoint
 from kit.records import Records, Unusable, file_of, join, opened, waves_left, write
-from kit.tables import Lazy
+from kit.usable import Usable
 from rewards import BoxJudge, ChatJudge, Judge, Lambdas, Reward, score
 from rollout import Rules, TooLong, Trajectory, Turn, load_policy, play
 from sandbox import Observation
@@ -80,18 +80,16 @@ def load_toy(n: int = 256, seed: int = 0, shortcut: float = 1.0) -> list[Sample]
     return toy_questions(n, f"evaluation-{seed}", shortcut) + against
 
 
-def load_bench(name: str, where: str | None = None, first: int | None = None) -> Lazy:
+def load_bench(name: str, where: str | None = None, first: int | None = None) -> Usable:
     """The Samples of a benchmark, or the `first` so many of them. Images are decoded when asked
-    for, all else is checked now. Raises ValueError for a row that cannot be used: a score over
-    fewer rows is another score."""
+    for, all else is checked now. Raises ValueError for a row that cannot be used."""
     questions = Questions(name, where, first)
-    questions.check()
 
     def sample(i: int) -> Sample:
         image, kind = questions.picture(i), questions.bench.kind
         return Sample(image=image, source=name, kind=kind, **questions.fields(i))
 
-    return Lazy(sample, questions.numbers)
+    return questions.usable(sample)
 
 
 # Play and measure

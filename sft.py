@@ -31,7 +31,7 @@ from kit.processes import gathered, level
 from kit.qwen import Policy
 from kit.schemas import Demonstrated, thyme_fields
 from kit.tables import Lazy, read_rows
-from kit.usable import Bad, Skipped, Usable
+from kit.usable import Bad, Skipped, Usable, blaming
 from rewards import format_error
 from rollout import Rules, Trajectory, begin, check_fits, encode_observation, encode_prompt
 from rollout import listen, load_policy, speak
@@ -156,16 +156,12 @@ def load_thyme(
         return thyme_trajectory(policy, f"thyme-{i}", demo, train_rounds, rules, pixels)
 
     def check(i: int) -> None:
-        try:
+        with blaming("image"):  # the model takes no picture that is 200 times longer than wide
             trajectory(i, pixels=False)
-        except Bad:
-            raise
-        except ValueError as error:  # the model takes no picture that is 200 times longer than wide
-            raise Bad("image", str(error)) from error
 
     limits = rules.max_length, rules.max_log_chars
     key = rows.version, policy.version(), train_rounds, limits
-    usable = Usable(len(rows), check, trajectory, on_bad, str(where), key)
+    usable = Usable(range(len(rows)), check, trajectory, on_bad, str(where), key)
     return usable, usable.skipped
 
 

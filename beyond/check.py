@@ -36,15 +36,13 @@ def main(argv: list[str]) -> None:
         if options.bench == "toy":
             raise ValueError("the toy world is drawn, not read: give --bench a benchmark's name")
         questions = Questions(options.bench, options.data, options.limit)
-        bad = questions.bad()
-    unusable = {row for row, _, _ in bad}
-    good = [i for i in questions.numbers if i not in unusable]
+        usable = questions.usable(questions.way, on_bad="skip")
     others = len(questions.rows) - len(questions.numbers)
-    print(f"{questions.title}: {len(good)} of {len(questions.numbers)} rows would be scored")
-    for way, rows in Counter(map(questions.way, good)).most_common():
+    print(f"{questions.title}: {len(usable)} of {len(questions.numbers)} rows would be scored")
+    for way, rows in Counter(usable).most_common():
         print(f"{rows:7} {way}")
     print(f"{others:7} rows more, which do not count (split dev, or beyond --limit)" * bool(others))
-    for row, field, reason in bad:
+    for row, field, reason in usable.skipped:
         print(f"row {row}, {field}: {reason}")
-    if bad or not good:
+    if usable.skipped or not usable:
         sys.exit(1)

@@ -12,6 +12,7 @@ Read next   evaluate.py (load_bench makes Samples of these fields)
 
 import ast
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -27,7 +28,7 @@ from PIL import Image
 from kit.answers import check_reference, final_answer, is_open, read_number, same_answer
 from kit.boxes import outwards
 from kit.tables import image_bytes, read_image, read_rows
-from kit.usable import Bad, Skipped, bad_rows
+from kit.usable import Bad, Usable, blaming
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,29 @@ class Bench:
     mean_of_parts: bool = False  # the score is the mean of the parts' scores, not of all answers
 
 
-def maybe(row: dict, *names: str):
-    """The cell of the first of these columns that is not empty; None if all are empty."""
-    cells = (row.get(name) for name in names)
-    return next((cell for cell in cells if cell not in (None, "", [], {})), None)
+# Where a row keeps a field: of these columns the first that is filled counts.
+COLUMNS = {
+    "id": ("index", "id", "pid", "sample_index", "question_id", "Question_id"),
+    "question": ("question", "Text", "prompt", "query_wo", "reasoning_q"),
+    "options": ("options", "choices", "multi-choice options", "Answer choices"),
+    "answer": ("answer", "Ground truth", "answers", "groundtruth", "reasoning_a"),
+    "part": ("Task", "task", "problem_version", "subject", "category"),
+    "picture": ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)),
+                "image_path"),
+}  # fmt: skip
 
 
-def filled(row: dict, *names: str):
-    """The same, but at least one of the columns has to be filled."""
-    if (cell := maybe(row, *names)) is None:
-        raise Bad(names[0], f"expected something in column {' or '.join(names)}")
+def maybe(row: dict, field: str, default=None):
+    """What a row holds of a field of COLUMNS, or in a column of that name; else the default."""
+    cells = (row.get(name) for name in COLUMNS.get(field, (field,)))
+    return next((cell for cell in cells if cell not in (None, "", [], {})), default)
+
+
+def filled(row: dict, field: str):
+    """The same, but it has to be there."""
+    if (cell := maybe(row, field)) is None:
+        columns = " or ".join(COLUMNS.get(field, (field,)))
+        raise Bad(field, f"expected something in column {columns}")
     return cell
 
 
@@ -63,43 +77,39 @@ def literal(cell: object) -> object:
     """The value of a Python literal that a TSV holds as text; what is no text stays as it is."""
     try:
         return ast.literal_eval(cell) if isinstance(cell, str) else cell
-    except (ValueError, SyntaxError) as error:
-        raise Bad("literal", f"expected a list or dict, got {cell!r}") from error
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise Bad("literal", f"expected a list or dict, got {cell!r:.60}") from error
 
 
-def ask(
-    row: dict, question: str, options: Iterable, answer: object, part: str, rule=None, **more
-) -> dict:
-    """The fields of a question. Its answer has to be right by the rule that will score it."""
-    options, answer = tuple(map(str, options)), str(answer).strip()
-    try:
+def ask(row: dict, rule: Callable | None = None, choice: bool = False, **given) -> dict:
+    """The fields of a question: those `given`, the others from their columns. Its answer has to be
+    right by the rule that will score it. choice: it cannot be asked without options."""
+    fields = {name: given.get(name) or filled(row, name) for name in ("question", "answer", "part")}
+    options = tuple(map(str, given["options"] if "options" in given else options_of(row)))
+    if choice and not options:
+        raise Bad("options", f"expected options in {', '.join(COLUMNS['options'])}, A, B, ...")
+    answer = str(fields["answer"]).strip()
+    with blaming("answer"):
         if rule is None:
             check_reference(answer, options)
         elif not rule(answer, answer):
             raise ValueError(f"{answer!r} is not right by its own rule: correct the data")
-    except ValueError as error:
-        raise Bad("answer", str(error)) from error
-    id = maybe(row, "index", "id", "pid", "sample_index", "question_id", "Question_id")
-    words = {"id": "" if id is None else str(id), "question": question.strip()}
-    return words | {"options": options, "answer": answer, "part": part, "rule": rule} | more
+    fields |= {"id": str(maybe(row, "id", "")), "question": fields["question"].strip()}
+    return given | fields | {"options": options, "answer": answer, "rule": rule}
 
 
-def options_of(row: dict, *names: str, needed: bool = True) -> list[str]:
-    """The options: a list in one of these columns, or else VLMEvalKit's columns A, B, C, ..."""
+def options_of(row: dict) -> list[str]:
+    """The options: a list in a column, or else VLMEvalKit's columns A, B, C, ..."""
     letters = [c for c in LETTERS if maybe(row, c) is not None]
     if letters != list(LETTERS[: len(letters)]):
         raise Bad("A", f"expected options A, B, ... without a gap, got {', '.join(letters)}")
-    options = literal(maybe(row, *names) or []) or [row[c] for c in letters]
-    if needed and not options:
-        raise Bad("options", f"expected options in columns {', '.join([*names, 'A, B, ...'])}")
-    return options
+    return literal(maybe(row, "options", [])) or [row[c] for c in letters]
 
 
 def vstar(row: dict) -> dict:
     """The authors' test_questions.jsonl, a JSON of boxes beside each picture; TSVs have none."""
-    part = filled(row, "category")
     if "text" not in row:
-        return ask(row, filled(row, "question"), options_of(row), filled(row, "answer"), part)
+        return ask(row, choice=True)
     question, *options = re.split(r"\s*^\([A-Z]\) ?", row["text"], flags=re.MULTILINE)
     if not options:
         raise Bad("text", f"expected a question and options (A) ..., got {row['text']!r}")
@@ -109,7 +119,8 @@ def vstar(row: dict) -> dict:
         raise Bad("image", f"expected its boxes in {labels}")
     found = json.loads(labels.read_text(encoding="utf-8"))["bbox"]  # x, y, width, height of each
     boxes = tuple(outwards(x, y, x + width, y + height) for x, y, width, height in found)
-    return ask(row, question, options, filled(row, "label"), part, boxes=boxes)
+    row = row | {"question": question, "answer": filled(row, "label")}
+    return ask(row, choice=True, options=options, boxes=boxes)
 
 
 def hrbench(row: dict) -> dict:
@@ -118,24 +129,18 @@ def hrbench(row: dict) -> dict:
     parts, kind = {"single": "FSP", "cross": "FCP"}, filled(row, "category")
     if kind not in parts:
         raise Bad("category", f"expected single or cross, got {kind!r}")
-    question, answer = filled(row, "question"), filled(row, "answer")
-    cycle = str(filled(row, "cycle_category"))
-    return ask(row, question, options_of(row), answer, parts[kind], cycle=cycle)
+    return ask(row, choice=True, part=parts[kind], cycle=str(filled(row, "cycle_category")))
 
 
 def mme_realworld(row: dict) -> dict:
-    part = filled(row, "Task", "category").split("/")[0]  # Perception or Reasoning
-    listed = options_of(row, "multi-choice options", "Answer choices")
-    options = [re.sub(r"^\([A-E]\) ?", "", option) for option in listed]
-    question, answer = filled(row, "question", "Text"), filled(row, "answer", "Ground truth")
-    return ask(row, question, options, answer, part)
+    options = [re.sub(r"^\([A-E]\) ?", "", option) for option in options_of(row)]
+    part = filled(row, "part").split("/")[0]  # Perception or Reasoning
+    return ask(row, choice=True, options=options, part=part)
 
 
 def vlmblind(row: dict) -> dict:
-    task, question = filled(row, "task"), filled(row, "question", "prompt")
     rules = {"Counting": rows_and_columns, "Touching": contained, "Olympic": contained}
-    rule = rules.get(task.split()[0], in_braces)
-    return ask(row, question, (), filled(row, "answers", "groundtruth"), task, rule=rule)
+    return ask(row, rules.get(filled(row, "task").split()[0], in_braces))
 
 
 def in_braces(answer: str, reference: str) -> bool:
@@ -156,11 +161,10 @@ def rows_and_columns(answer: str, reference: str) -> bool:
 
 
 def mathvista(row: dict) -> dict:
+    row = {**literal(maybe(row, "metadata", {})), **row}  # the hub's rows have the task there
     question, form, answer = (filled(row, c) for c in ("question", "answer_type", "answer"))
-    part = maybe(literal(maybe(row, "metadata") or row), "task") or form
     if filled(row, "question_type") == "multi_choice":
-        question = question.split("\nChoices:")[0]
-        return ask(row, question, options_of(row, "choices"), answer, part)
+        return ask(row, choice=True, question=question.split("\nChoices:")[0])
     precision = maybe(row, "precision")
     digits = len(str(answer).partition(".")[2]) if precision is None else int(float(precision))
     wanted, rule = {
@@ -169,18 +173,18 @@ def mathvista(row: dict) -> dict:
         "list": ("a Python list", same_list),
     }.get(form, ("a word or two", exactly))
     unit = f" (Unit: {row['unit']})" if maybe(row, "unit") else ""
-    return ask(row, f"{question}{unit}\nAnswer with {wanted}.", (), answer, part, rule=rule)
+    return ask(row, rule, question=f"{question}{unit}\nAnswer with {wanted}.", options=())
 
 
 def rounded(how: Callable[[float], float], answer: str, reference: str) -> bool:
     number = as_float(answer)
-    return number is not None and how(number) == float(reference)
+    return not math.isnan(number) and how(number) == float(reference)
 
 
-def as_float(text: str) -> float | None:
+def as_float(text: str) -> float:
+    """Its number; nan if it is none, or none that a float can hold."""
     number = read_number(final_answer(text))
-    fits = number is not None and abs(number[0]) < 1e300  # else no float can hold it
-    return float(number[0]) if fits else None
+    return float(number[0]) if number and abs(number[0]) < 1e300 else math.nan
 
 
 def exactly(answer: str, reference: str) -> bool:
@@ -189,54 +193,50 @@ def exactly(answer: str, reference: str) -> bool:
 
 def same_list(answer: str, reference: str) -> bool:
     try:
-        return ast.literal_eval(final_answer(answer)) == ast.literal_eval(reference)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return literal(final_answer(answer)) == literal(reference)
+    except Bad:
         return False
 
 
 def mathverse(row: dict) -> dict:
     """(Of the version "Vision Only" even the question stands in the image.)"""
-    question, *choices = filled(row, "question", "query_wo").split("\nChoices:")
+    row = {**literal(maybe(row, "metadata", {})), **row}
+    question, *choices = filled(row, "question").split("\nChoices:")
     options = re.findall(r"^[A-Z]:(.*)$", "".join(choices), re.MULTILINE)
-    about = {**literal(maybe(row, "metadata") or {}), **row}
-    return ask(row, question, options, filled(row, "answer"), filled(about, "problem_version"))
+    return ask(row, question=question, options=options, part=filled(row, "problem_version"))
 
 
 def mathvision(row: dict) -> dict:
-    question = re.sub(r"<image\d+>", "", filled(row, "question"))
-    options = options_of(row, "options", "choices", needed=False)
-    return ask(row, question, options, filled(row, "answer"), filled(row, "subject", "category"))
+    return ask(row, question=re.sub(r"<image\d+>", "", filled(row, "question")))
 
 
 def charxiv(row: dict) -> dict:
     """The hub's rows give their descriptive questions as numbers, so we take the reasoning one;
     --data CharXiv_descriptive_val.tsv has the descriptive ones in words."""
-    question, answer = filled(row, "question", "reasoning_q"), filled(row, "answer", "reasoning_a")
-    return ask(row, question, (), answer, "descriptive" if "qid" in row else "reasoning")
+    return ask(row, part="descriptive" if "qid" in row else "reasoning")
 
 
 def mmmu(row: dict) -> dict:
     """A question may have images <image 1> to <image 7>, which its options may name as well:
     `picture` joins them to one. An open one may have a list of references."""
-    texts = [filled(row, "question"), str(filled(row, "answer"))]
-    texts += map(str, options_of(row, "options", needed=False))
+    texts = [filled(row, "question"), str(filled(row, "answer")), *map(str, options_of(row))]
     places = {place for text in texts for place in re.findall(r"<image (\d)>", text)}
     question, answer, *options = (re.sub(r"<image (\d)>", r"[image \1]", t) for t in texts)
     if len(places) > 1:
         question += "\n(The images stand below each other, image 1 at the top.)"
-    subject = re.sub(r"^[a-z]+_|_\d+$", "", filled(row, "category", "id"))  # validation_Math_1
+    # The hub's rows have their subject in an id such as validation_Math_1.
+    part = maybe(row, "category") or re.sub(r"^[a-z]+_|_\d+$", "", filled(row, "id"))
     by_rule = answer.startswith("[") or read_number(final_answer(answer))
-    rule = None if options or not by_rule else two_decimals
-    return ask(row, question, options, answer, subject, rule=rule)
+    rule = two_decimals if by_rule and not options else None
+    return ask(row, rule, question=question, options=options, answer=answer, part=part)
 
 
 def two_decimals(answer: str, references: str) -> bool:
     """One of the references is enough. Numbers are equal if they are when rounded to two decimals:
     0.29 is 0.286, and the authors' rule says so."""
     listed = literal(references) if references.startswith("[") else [references]
-    texts = [str(each) for each in listed]
-    wanted = [number for text in texts if (number := as_float(text)) is not None]
-    near = any(rounded(lambda x: round(x, 2), answer, str(round(x, 2))) for x in wanted)
+    texts, said = [*map(str, listed)], round(as_float(answer), 2)
+    near = any(round(as_float(text), 2) == said for text in texts)
     return near or answer == references or any(same_answer(answer, text) for text in texts)
 
 
@@ -254,9 +254,6 @@ BENCHES = {
     "charxiv": Bench("princeton-nlp/CharXiv:val", charxiv, judged=True),
     "mmmu": Bench("lmms-lab/MMMU:validation", mmmu, judged=True),
 }
-
-PICTURES = ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)),
-            "image_path")  # fmt: skip
 
 
 class Questions:
@@ -286,28 +283,18 @@ class Questions:
         """What row i asks. Raises Bad for one that cannot be asked or scored, and for one whose
         picture is not there; but what is there is not decoded."""
         row = self.row(i)
-        filled(row, *PICTURES)
-        try:
-            for cell in pictures(row):
-                held = (cell.get("bytes") or cell.get("path")) if isinstance(cell, dict) else cell
-                few = len(held or "") < 4096  # a path; or no picture at all, which a path may hide
-                if few and len(image_bytes(cell, row["folder"])) < 4096:
+        filled(row, "picture")
+        with blaming("image"):
+            for cell in pictures(row):  # what is short is a path, or perhaps no picture
+                if len(cell) < 4096 and len(image_bytes(cell, row["folder"])) < 4096:
                     read_image(cell, row["folder"])
-        except ValueError as error:
-            raise Bad("image", str(error)) from error
         fields = self.bench.read(row)
         return fields | {"id": f"{self.name}-{i}-{fields['id']}".rstrip("-")}  # theirs: no key?
 
-    def bad(self) -> list[Skipped]:
-        """The rows that count and for which `fields` raises Bad, in order."""
-        counted = {*self.numbers}
-        total = max(counted, default=-1) + 1
-        return bad_rows(total, lambda i: i in counted and self.fields(i), self.title)
-
-    def check(self) -> None:
-        """Raises ValueError, which names the first bad row."""
-        if bad := self.bad():
-            raise ValueError(f"{self.title}: row {bad[0].row}, {bad[0].field}: {bad[0].reason}")
+    def usable(self, make: Callable[[int], object], on_bad: str = "stop") -> Usable:
+        """What make(i) makes of each row that counts (see Usable): a score over fewer rows is
+        another score."""
+        return Usable(self.numbers, self.fields, make, on_bad, self.title)
 
     def way(self, i: int) -> str:
         """By which rule row i is scored, in words."""
@@ -316,9 +303,8 @@ class Questions:
             return f"by the authors' rule: {getattr(rule, 'func', rule).__name__}"
         if fields["options"]:
             return "by the option that is named"
-        if not is_open("words", fields["answer"]):
-            return "as a number, letter or formula"
-        return "in words: by rule" + ", then by the judge" * self.bench.judged
+        in_words = "in words: by rule" + ", then by the judge" * self.bench.judged
+        return in_words if is_open("words", fields["answer"]) else "as a number, letter or formula"
 
     def picture(self, i: int) -> Image.Image:
         row = self.row(i)
@@ -330,10 +316,10 @@ class Questions:
 
 def pictures(row: dict) -> list:
     """The cells of a row's pictures: image_1 to image_7, or the first column that has any."""
-    cells = [cell for name in PICTURES if (cell := maybe(row, name)) is not None]
-    if "image_1" in row or isinstance(cells[0], list):
-        return cells if "image_1" in row else cells[0]
-    listed = isinstance(cells[0], str) and cells[0].startswith("[")
+    cells = [cell for name in COLUMNS["picture"] if (cell := maybe(row, name)) is not None]
+    if "image_1" in row:
+        return cells
+    listed = isinstance(cells[0], list) or isinstance(cells[0], str) and cells[0].startswith("[")
     return literal(cells[0]) if listed else cells[:1]
 
 

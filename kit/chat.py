@@ -1,9 +1,9 @@
 """
 chat.py: ask a served model one question, and get a value or None.
 
-Concept     A question is a system prompt and a message that may hold pictures. Any server that
-            speaks OpenAI's /v1/chat/completions can answer it. A value is kept and not asked for
-            again. A failure gives None and is not kept.
+Concept     A question is a system prompt and a message that may hold pictures, for any server that
+            speaks OpenAI's /v1/chat/completions. A value is kept, and not asked for again. A
+            failure gives None, and is not kept.
 Paper       nothing: CodeV asks a served model to judge, and this is how a model is asked
 In          a server's address, a model's name; for each question a prompt, a message, a reader
 Out         what the reader makes of the reply, or None
@@ -49,9 +49,9 @@ class Chat:
     and into no file, log or error. Proxies that the environment names are used.
 
     A failed connection, a late reply and status 408, 409, 429 or 5xx are tried again. The client
-    pauses in between, each time longer, or as long as the server asks. No other failure is tried
-    again, because at temperature 0 the same request gives the same reply. But a server that
-    refuses the parameter temperature or max_tokens is asked without it from then on.
+    pauses in between, each time longer, or as long as the server asks. No other failure is: at
+    temperature 0 the same request gives the same reply. But a server that refuses the parameter
+    temperature or max_tokens is asked without it from then on.
 
     Raises ValueError for an address or a key of the wrong form.
     """
@@ -77,23 +77,20 @@ class Chat:
                 "that goes into the environment, as JUDGE_API_KEY, in ASCII and without spaces"
             )
         self.url = self.url.rstrip("/").removesuffix("/chat/completions")
-        self.client = openai.OpenAI(
-            base_url=self.url,
-            api_key=key or "no-key",  # never the environment's key of another server
-            max_retries=self.attempts - 1,
-            timeout=self.seconds,
-        )
+        key = key or "no-key"  # never the environment's key of another server
+        how = {"max_retries": self.attempts - 1, "timeout": self.seconds}
+        self.client = openai.OpenAI(base_url=self.url, api_key=key, **how)
         self.options = {"temperature": 0, "max_tokens": self.max_tokens}
         self.seats, self.lock = threading.BoundedSemaphore(self.concurrency), threading.Lock()
         self.heard, self.last_problem = False, ""  # has it ever replied; what went wrong last
         self.known: dict[str, object] = {}  # hash of a question: its value
         if self.cache is not None:
             self.cache.mkdir(parents=True, exist_ok=True)
-            for path in sorted(self.cache.glob("*.jsonl")):
-                for line in path.read_text("utf-8", errors="replace").splitlines():
-                    with suppress(ValueError, LookupError, TypeError, RecursionError):
-                        kept = json.loads(line)  # a broken line is asked again
-                        self.known[kept["key"]] = kept["value"]
+            parts = (p.read_text("utf-8", errors="replace") for p in self.cache.glob("*.jsonl"))
+            for line in "\n".join(parts).splitlines():
+                with suppress(ValueError, LookupError, TypeError, RecursionError):
+                    kept = json.loads(line)  # a broken line is asked again
+                    self.known[kept["key"]] = kept["value"]
 
     def ask(self, system: str, content: str | list[dict], read: Callable[[str], T]) -> T | None:
         """What `read` makes of the reply, or None if there is nothing to be had.
@@ -159,10 +156,9 @@ class Chat:
                 said = "" if status in (401, 403) else said.replace(self.client.api_key, "(key)")
                 self.last_problem = f"status {status}: {said[:150]!r}"
                 # Some servers say with 400 that they do not know the model.
-                unknown = status == 400 and re.search(
-                    rf"(?<!\w){re.escape(self.model)}(?!\w)", said
-                )
-                if (status in (401, 403, 404) or unknown) and not self.heard:
+                unknown = re.search(rf"(?<!\w){re.escape(self.model)}(?!\w)", said)
+                refused = status in (401, 403, 404) or status == 400 and unknown
+                if refused and not self.heard:
                     raise RuntimeError(
                         f"{self.url} answers with {self.last_problem}: check this address, the "
                         f"model's name, {self.model}, and the key in JUDGE_API_KEY"
@@ -196,8 +192,14 @@ def json_object(text: str) -> dict:
     >>> json_object('<think>{"score": 1}?</think> So: {"score": 0}')
     {'score': 0}
     """
+
+    def once(pairs: list[tuple[str, object]]) -> dict:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a field stands there twice")
+        return dict(pairs)
+
     said = THOUGHT.sub("", text)
-    decoder, found, at = json.JSONDecoder(object_pairs_hook=_fields), {}, 0
+    decoder, found, at = json.JSONDecoder(object_pairs_hook=once), {}, 0
     try:
         while start := re.compile(r'\{\s*"').search(said, at):
             value, at = decoder.raw_decode(said, start.start())
@@ -207,12 +209,6 @@ def json_object(text: str) -> dict:
     except (ValueError, RecursionError) as error:
         shown = (said.strip() or text)[:80]
         raise ValueError(f"expected one JSON object; got {shown!r}") from error
-
-
-def _fields(pairs: list[tuple[str, object]]) -> dict:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a field stands there twice")
-    return dict(pairs)
 
 
 def text_part(text: str) -> dict:

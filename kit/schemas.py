@@ -22,7 +22,7 @@ from PIL import Image
 from kit.answers import check_reference
 from kit.boxes import outwards
 from kit.tables import read_image
-from kit.usable import Bad
+from kit.usable import Bad, blaming
 
 # Where a set keeps what a question needs; the first column that holds something counts. The form
 # of the RL library verl (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), our own.
@@ -58,10 +58,8 @@ def rl_fields(row: dict, number: int, folder: Path) -> dict:
     kind = row.get("kind") or KINDS.get(named(source, KINDS), "search")
     if kind not in ("search", "neutral"):
         raise Bad("kind", f"expected 'search' or 'neutral', got {kind!r}")
-    try:
+    with blaming("image"):
         image = read_image(picture, folder)
-    except ValueError as error:
-        raise Bad("image", str(error)) from error
     try:
         boxes = tuple(outwards(x0, y0, x1, y1, image.size) for x0, y0, x1, y1 in boxes)
     except (TypeError, ValueError) as error:
@@ -105,10 +103,8 @@ def check_options(answer: str, options: object) -> None:
     """Options are texts, and the answer is right by its own rule. There may be no options."""
     if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
         raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
-    try:
+    with blaming("answer"):
         check_reference(answer, options)
-    except ValueError as error:
-        raise Bad("answer", str(error)) from error
 
 
 def named(source: str, words: Iterable[str]) -> str | None:
@@ -140,10 +136,8 @@ def thyme_fields(row: dict, folder: Path) -> Demonstrated:
     for name, kind in (("image", list), ("question", str), ("response", str)):
         if not row.get(name) or not isinstance(row[name], kind):
             raise Bad(name, f"expected a {kind.__name__}, got {str(row.get(name))[:60]!r}")
-    try:
+    with blaming("image"):
         images = [read_image(cell, folder) for cell in row["image"]]
-    except ValueError as error:
-        raise Bad("image", str(error)) from error
     path = USER_PATH.search(row["question"])
     text = row["response"].strip().replace(path[1] if path else "image.png", "image.png")
     text = OTHER_PATH.sub(r"\1", text.replace("/mnt/data/temp_processed_images", "."))

@@ -17,8 +17,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,17 @@ class Bad(ValueError):
         self.field, self.reason = field, reason
 
 
+@contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """A ValueError inside becomes Bad, with this field to blame; a Bad keeps its own."""
+    try:
+        yield
+    except Bad:
+        raise
+    except ValueError as error:
+        raise Bad(field, str(error)) from error
+
+
 class Skipped(NamedTuple):
     row: int  # from 0, over all files
     field: str
@@ -40,9 +52,9 @@ class Skipped(NamedTuple):
 
 
 class Usable(Lazy):
-    """What the usable ones of `total` rows become; `skipped` lists the others. len(self) and
-    len(self.skipped) sum to `total`.
+    """What the usable ones of some rows become; `skipped` lists the others.
 
+    rows    their numbers
     check   check(i) raises Bad if row i cannot be used
     make    make(i) makes what row i becomes, each time it is asked for
     on_bad  "skip" lists bad rows; "stop" raises ValueError, which names the first of them
@@ -52,19 +64,25 @@ class Usable(Lazy):
     """
 
     def __init__(
-        self, total: int, check: Callable, make: Callable, on_bad: str, title: str, key=None
+        self,
+        rows: Iterable[int],
+        check: Callable,
+        make: Callable,
+        on_bad: str,
+        title: str,
+        key=None,
     ) -> None:
         if on_bad not in ("skip", "stop"):
             raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
-        self.skipped = bad_rows(total, check, title, key)
+        self.skipped = bad_rows([*rows], check, title, key)
         if self.skipped and on_bad == "stop":
             row, field, reason = self.skipped[0]
             raise ValueError(f"{title}: row {row}, {field}: {reason}")
         bad = {skipped.row for skipped in self.skipped}
-        super().__init__(make, [i for i in range(total) if i not in bad])
+        super().__init__(make, [i for i in rows if i not in bad])
 
 
-def bad_rows(total: int, check: Callable[[int], object], title: str, key=None) -> list[Skipped]:
+def bad_rows(rows: list[int], check: Callable, title: str, key=None) -> list[Skipped]:
     """The rows for which `check` raises Bad, in order (see Usable).
 
     Dataset.map keeps the field and reason of each row, empty where it is usable, in the cache of
@@ -86,16 +104,15 @@ def bad_rows(total: int, check: Callable[[int], object], title: str, key=None) -
 
     files = [*sorted(Path(__file__).parent.glob("*.py")), Path(inspect.getfile(check))]
     code = [file.read_bytes() for file in files]
-    name = hashlib.sha256(repr((code, total, key)).encode()).hexdigest()
+    name = hashlib.sha256(repr((code, rows, key)).encode()).hexdigest()
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "usable"
     folder.mkdir(parents=True, exist_ok=True)
     file = None if key is None else str(folder / f"{name}.arrow")
-    rows = datasets.Dataset.from_dict({"row": range(total)})
     # Threads, as decoding a picture lets others run.
     with ThreadPoolExecutor(8) as pool, open(folder / f"{name}.lock", "w") as lock:
         if file:  # one process checks; the others wait, and then read what it found
             fcntl.flock(lock, fcntl.LOCK_EX)
-        found = rows.map(
+        found = datasets.Dataset.from_dict({"row": rows}).map(
             findings, batched=True, cache_file_name=file, new_fingerprint=name, desc=title
         )
     skipped = [Skipped(**row) for row in found.to_list() if row.get("field")]

@@ -34,7 +34,7 @@ class Check:
             if i in self.bad:
                 raise Bad(*self.bad[i])
 
-        return Usable(total, check, lambda i: i * i, on_bad, "rows.parquet", key)
+        return Usable(range(total), check, lambda i: i * i, on_bad, "rows.parquet", key)
 
 
 FEW = {1: ("answer", "empty"), 4: ("length", "9 tokens")}
@@ -97,7 +97,7 @@ def test_an_error_that_is_no_bad_row_stops_the_check_and_leaves_nothing_behind(c
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        Usable(3, check, int, "skip", "rows", "key")
+        Usable(range(3), check, int, "skip", "rows", "key")
     assert not [*cache.glob("*.arrow")]
 
 
@@ -117,7 +117,7 @@ def check(i):
     time.sleep(0.05)
     if i == 7:
         raise Bad("answer", "empty")
-usable = Usable(20, check, int, "skip", "rows", "key")
+usable = Usable(range(20), check, int, "skip", "rows", "key")
 assert len(usable) == 19 and usable.skipped[0].row == 7
 """
 
