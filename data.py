@@ -27,7 +27,6 @@ differ in nothing else: in one guessing pays, in the other looking pays.
 
 import importlib
 import random
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ import numpy as np
 from PIL import Image
 
 from kit.boxes import Box
+from kit.grammar import ending
 from kit.schemas import rl_fields
 from kit.tables import read_rows, upright_rgb
 from kit.usable import Usable, blaming
@@ -145,23 +145,16 @@ def observation_text(observation: Observation, clean: Callable[[str], str], limi
 
 
 def parse(text: str, closed: bool) -> tuple[str | None, str | None]:
-    """The action in one turn: (code, answer), each None if the turn has none. What stands inside
-    a closed <think> is thought, not action.
+    """The action in one turn: (code, answer), each None if the turn has none.
 
-    closed: the policy ended its message itself. A missing </code> is then forgiven; a turn that
-    the length limit cut gets no such favour.
+    A turn ends where its first code closes, even in a thought, or where </answer> first stands
+    outside thoughts and code; a thought goes from <think> to the next </think>, which may be yet
+    to come. What stands behind this end is not read. (kit/grammar.py; closed is explained there.)
 
-    >>> parse("<think> look </think><code>\\nprint(1)\\n</code>", closed=False)
+    >>> parse("<think> an <answer>?</answer> </think><code>\\nprint(1)\\n</code>", closed=False)
     ('\\nprint(1)\\n', None)
     """
-    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
-    if closed and text.count("<code>") == text.count("</code>") + 1:
-        text += "</code>"
-    words = re.sub(r"<code>.*?(</code>|$)", "", text, flags=re.DOTALL)  # code may print a tag
-    answers = re.findall(r"<answer>(.*?)</answer>", words, re.DOTALL)
-    blocks = re.findall(r"<code>(.*?)</code>", text, re.DOTALL)
-    code = "\n".join(blocks) if blocks else None
-    return code, answers[0].strip() if len(answers) == 1 else None
+    return ending(text, closed) or (None, None)
 
 
 # The toy world

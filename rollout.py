@@ -31,13 +31,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, StopStringCriteria
+from transformers import DynamicCache, LogitsProcessor
 
-from data import TAGS, Sample, crop_turn, messages, observation_text, parse, toy_questions
+from data import TAGS, Sample, crop_turn, messages, observation_text, toy_questions
+from kit.grammar import end_of_turn, ending
 from kit.qwen import Encoded, Picture, Policy, load
 from sandbox import Limits, Observation, Sandbox
 
@@ -88,6 +89,12 @@ class Trajectory:
         """T_tool of Eq. 6: the turns whose code went to the sandbox. Code that failed or was
         refused counts (rewards.tool_reward leaves out failures of the sandbox itself)."""
         return [turn for turn in self.turns if turn.observation is not None]
+
+    @property
+    def unclosed(self) -> str:
+        """The <think> of a thought that the turns so far left open: the next goes on with it."""
+        said = "".join(turn.text.replace(f"<code>{turn.code}", "") for turn in self.turns)
+        return "<think>" * (said.rfind("<think>") > said.rfind("</think>"))
 
 
 @dataclass(frozen=True)
@@ -160,13 +167,10 @@ def speak(policy: Policy, t: Trajectory, reply: list[int]) -> str | None:
     start = len(t.ids)
     t.act(reply)
     text = policy.tokenizer.decode(reply, skip_special_tokens=True)
-    closed = reply[-1] == policy.end_id
-    code, answer = parse(text, closed)
-    if answer is not None:
-        code, t.answer, t.ended = None, answer, "answered"
-    elif code is None:
-        stopped = closed or "</code>" in text or "</answer>" in text  # a lone closing tag
-        t.ended = "no_action" if stopped else "length"
+    end = ending(t.unclosed + text, reply[-1] == policy.end_id)
+    code, t.answer = end or (None, None)
+    if code is None:
+        t.ended = "answered" if t.answer is not None else "no_action" if end else "length"
     t.turns.append(Turn(text, code, None, start, len(t.ids)))
     return code
 
@@ -191,14 +195,6 @@ def listen(
 
 
 # One turn of many trajectories
-
-
-@lru_cache(2)  # making one reads the whole vocabulary
-def end_of_turn(tokenizer) -> StopStringCriteria:
-    """A row stops when a code or answer block closes. (`generate` itself stops it at the end
-    of the message.) This looks at text, not at token ids: in Qwen's vocabulary "</code>" may
-    end in ">", ">\\n", ">." and many more."""
-    return StopStringCriteria(tokenizer, ["</code>", "</answer>"])
 
 
 class SeededSampling(LogitsProcessor):
@@ -312,6 +308,7 @@ def next_turn(policy: Policy, batch: Batch, rules: Rules, tally: Counter) -> lis
     """One turn of every row: its new ids. They are appended to the batch. Rows that stopped
     early have pads behind them, and mask 0 hides those from all that follows."""
     grids = [picture.grid for t in batch.live for picture in t.images]
+    unclosed = [t.unclosed for t in batch.live]
     ids = policy.generate(
         rules.max_new_tokens,
         input_ids=batch.ids,
@@ -319,7 +316,7 @@ def next_turn(policy: Policy, batch: Batch, rules: Rules, tally: Counter) -> lis
         position_ids=policy.positions(batch.ids, batch.mask, grids),
         cache=batch.cache,
         logits_processor=[SeededSampling(batch, rules)] if rules.temperature > 0 else [],
-        stopping_criteria=[end_of_turn(policy.tokenizer)],
+        stopping_criteria=[end_of_turn(policy.tokenizer, batch.ids.shape[1], unclosed)],
         **policy.model_images(batch.unread),
     )
     new = ids[:, batch.ids.shape[1] :]  # [B, longest turn]

@@ -139,8 +139,8 @@ def reply(*texts):
         ("<answer></answer>", 0, False),
         ("<think>A</think><answer>B</answer>", 1, False),
         ("<think><answer>A</answer></think><answer>B</answer>", 1, True),
-        ("<answer>A</answer> ... <answer>B</answer>", 0, True),  # two are none *
-        ("<answer>B</answer> ... <answer>B</answer>", 0, True),
+        ("<answer>A</answer> ... <answer>B</answer>", 0, True),  # the first ends the turn
+        ("<answer>B</answer> ... <answer>A</answer>", 1, True),
         ("<answer>B", 0, True),
         ("<answer>\n B \n</answer>\n", 1, False),
         ("Final choice: **D**", 0, True),

@@ -353,12 +353,12 @@ def test_unfinished_code_runs_only_if_the_message_ended(policy, samples):
         ("<answer> (B) </answer>", None, "(B)"),
         ("<think>A</think><answer>B</answer>", None, "B"),
         ("<think><answer>A</answer></think><answer>B</answer>", None, "B"),
-        ("<answer>A</answer> or <answer>B</answer>", None, None),
+        ("<answer>A</answer> or <answer>B</answer>", None, "A"),  # the turn has ended
         ("<answer>B", None, None),
         ("<answer></answer>", None, ""),
         ("<code>\nx = 1\n</code>", "\nx = 1\n", None),
         ("<think> a <code>1</code>", "1", None),
-        ("<code>a</code> then <code>b</code>", "a\nb", None),
+        ("<code>a</code> then <code>b</code>", "a", None),
         ("<code>half", None, None),
         ("<code>print('<answer>B</answer>", None, None),
         ("<code>print('<answer>B</answer>')</code>", "print('<answer>B</answer>')", None),
@@ -370,9 +370,11 @@ def test_parser_table(text, code, answer):
 
 
 @given(st.text(), st.text())
-def test_what_is_written_is_read_back(code, answer):
+def test_what_is_written_is_read_back(text, answer):
+    """Any text as a string of code, tags and quotes included; any answer without tags."""
     for tag in ("think", "code", "answer"):
-        code, answer = (t.replace(f"<{tag}>", "").replace(f"</{tag}>", "") for t in (code, answer))
+        answer = answer.replace(f"<{tag}>", "").replace(f"</{tag}>", "")
+    code = f"print({text!r})"
     assert parse(f"<think>t</think><code>{code}</code>", False) == (code, None)
     assert parse(f"<think>t</think><answer>{answer}</answer>", False) == (None, answer.strip())
 
