@@ -147,14 +147,14 @@ def observation_text(observation: Observation, clean: Callable[[str], str], limi
 def parse(text: str, closed: bool) -> tuple[str | None, str | None]:
     """The action in one turn: (code, answer), each None if the turn has none.
 
-    A turn ends where its first code closes, even in a thought, or where </answer> first stands
-    outside thoughts and code; a thought goes from <think> to the next </think>, which may be yet
-    to come. What stands behind this end is not read. (kit/grammar.py; closed is explained there.)
+    The turn ends where its first code closes, in an open thought too, or where </answer> stands
+    outside thoughts and code; what is behind it is not read (kit/grammar.py; so is `closed`).
 
     >>> parse("<think> an <answer>?</answer> </think><code>\\nprint(1)\\n</code>", closed=False)
     ('\\nprint(1)\\n', None)
     """
-    return ending(text, closed) or (None, None)
+    end = ending(text, closed)
+    return end[:2] if end else (None, None)
 
 
 # The toy world

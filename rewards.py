@@ -38,6 +38,7 @@ from kit.answers import MAX_ANSWER, SAME, is_correct, is_open
 from kit.boxes import Box, area, recall, share
 from kit.chat import Chat, json_object, picture_part, text_part
 from kit.flags import through_door
+from kit.grammar import TAG, endings
 from rollout import Trajectory, Turn
 from sandbox import Observation
 
@@ -65,14 +66,13 @@ def format_error(trajectory: Trajectory) -> bool:
     """Is the format reward of Fig. 9 lost? By our rule, blocks are whole, and there is one
     <answer>, of at most MAX_ANSWER characters, in the last turn. A thought may span several
     turns: public traces write code inside one long thought."""
-    turns = []
-    for turn in trajectory.turns:  # its tags as letters: T opens a thought, t closes it; C c; A a
-        text = re.sub(r"(?s)(?<=<code>).*?(?=</code>)", "", turn.text)  # a string is no tag
-        tags = re.findall(r"<(/?)(think|code|answer)>", text)
-        turns.append("".join(tag[0] if slash else tag[0].upper() for slash, tag in tags))
-    forged = any("<sandbox_output>" in turn.text for turn in trajectory.turns)  # the world's tag
-    well_formed = not forged and re.fullmatch(r"(T(Cc|\|)*t|Cc|\|)*Aa(Tt|Cc)*", "|".join(turns))
-    return not well_formed or len(trajectory.answer or "") > MAX_ANSWER
+    texts = [turn.text for turn in trajectory.turns]
+    ends = endings(texts)
+    tags = "|".join(end.tags for end in ends)
+    well_formed = re.fullmatch(r"(T(Cc|\|)*t|Cc|\|)*Aa", tags)
+    forged = any("<sandbox_output>" in text for text in texts)  # the world's tag
+    unread = any(TAG.search(text, end.end) for text, end in zip(texts, ends))  # behind the end
+    return not well_formed or forged or unread or len(trajectory.answer or "") > MAX_ANSWER
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
 from data import TAGS, Sample, crop_turn, messages, observation_text, toy_questions
-from kit.grammar import end_of_turn, ending
+from kit.grammar import end_of_turn, ending, endings
 from kit.qwen import Encoded, Picture, Policy, load
 from sandbox import Limits, Observation, Sandbox
 
@@ -91,10 +91,9 @@ class Trajectory:
         return [turn for turn in self.turns if turn.observation is not None]
 
     @property
-    def unclosed(self) -> str:
-        """The <think> of a thought that the turns so far left open: the next goes on with it."""
-        said = "".join(turn.text.replace(f"<code>{turn.code}", "") for turn in self.turns)
-        return "<think>" * (said.rfind("<think>") > said.rfind("</think>"))
+    def thinking(self) -> bool:
+        """Have the turns so far left a thought open? The next goes on with it."""
+        return any(end.thought for end in endings(turn.text for turn in self.turns)[-1:])
 
 
 @dataclass(frozen=True)
@@ -167,8 +166,8 @@ def speak(policy: Policy, t: Trajectory, reply: list[int]) -> str | None:
     start = len(t.ids)
     t.act(reply)
     text = policy.tokenizer.decode(reply, skip_special_tokens=True)
-    end = ending(t.unclosed + text, reply[-1] == policy.end_id)
-    code, t.answer = end or (None, None)
+    end = ending(text, reply[-1] == policy.end_id, t.thinking)
+    code, t.answer = end[:2] if end else (None, None)
     if code is None:
         t.ended = "answered" if t.answer is not None else "no_action" if end else "length"
     t.turns.append(Turn(text, code, None, start, len(t.ids)))
@@ -308,7 +307,7 @@ def next_turn(policy: Policy, batch: Batch, rules: Rules, tally: Counter) -> lis
     """One turn of every row: its new ids. They are appended to the batch. Rows that stopped
     early have pads behind them, and mask 0 hides those from all that follows."""
     grids = [picture.grid for t in batch.live for picture in t.images]
-    unclosed = [t.unclosed for t in batch.live]
+    thoughts = [t.thinking for t in batch.live]
     ids = policy.generate(
         rules.max_new_tokens,
         input_ids=batch.ids,
@@ -316,7 +315,7 @@ def next_turn(policy: Policy, batch: Batch, rules: Rules, tally: Counter) -> lis
         position_ids=policy.positions(batch.ids, batch.mask, grids),
         cache=batch.cache,
         logits_processor=[SeededSampling(batch, rules)] if rules.temperature > 0 else [],
-        stopping_criteria=[end_of_turn(policy.tokenizer, batch.ids.shape[1], unclosed)],
+        stopping_criteria=[end_of_turn(policy.tokenizer, batch.ids.shape[1], thoughts)],
         **policy.model_images(batch.unread),
     )
     new = ids[:, batch.ids.shape[1] :]  # [B, longest turn]

@@ -14,7 +14,6 @@ Read next   grpo.py (the rows and log_probs), data.py (what is demonstrated)
 """
 
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -171,8 +170,7 @@ def thyme_trajectory(
     """One row in the game's form. A turn of the policy ends behind </code>, and what was shown
     is a user turn, which is never learnt from. Without pixels this is faster, and only ids and
     mask are of use. Raises Bad, which names the field that is to blame."""
-    answer = re.findall(r"(?s)<answer>(.*?)</answer>", demo.turns[-1])
-    sample = Sample(id, demo.image, demo.question, answer[0] if answer else "", source="thyme")
+    sample = Sample(id, demo.image, demo.question, "", source="thyme")
     trajectory = begin(sample, encode_prompt(policy, sample, pixels))
     control = {*policy.forbidden, policy.end_id}
     for turn, output in zip_longest(demo.turns, demo.outputs):
@@ -190,6 +188,7 @@ def thyme_trajectory(
         trajectory.observe(encode_observation(policy, shown, pictures, False, rules.max_log_chars))
     if trajectory.answer is None or format_error(trajectory):
         raise Bad("response", f"its tags do not close in order, one answer last: ...{turn[-60:]!r}")
+    trajectory.sample = replace(sample, answer=trajectory.answer)
     if len(trajectory.ids) > rules.max_length:
         raise Bad("response", f"{len(trajectory.ids)} tokens, --max-length {rules.max_length}")
     rounds = TRAIN_ROUNDS[train_rounds] if len(demo.outputs) > 1 else None

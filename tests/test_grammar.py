@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import rollout
 from data import parse
 from kit.grammar import end_of_turn, ending, ending_tokens
+from rewards import format_error
 
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "code", "answer") for slash in ("", "/")]
 PYTHON = ["'", '"', "'''", '"""', "#", "\\", "\n", "x"]
@@ -27,23 +28,48 @@ def qwen(standin_folder):
 
 
 @settings(max_examples=500)
-@given(texts, st.booleans())
-@example("<code>print('a</code>\n'</code>", False)  # the new line says that there is no string
-@example("<think>I'd use <code> but it's no use</think><answer>red</answer>", False)
-def test_no_later_word_overturns_an_end(text, closed):
+@given(texts, st.booleans(), st.booleans())
+@example("<code>print('a</code>\n'</code>", False, False)  # the new line says: no string
+@example("<think>I'd use <code> but it's no use</think><answer>red</answer>", False, False)
+@example("<think><code>print('</think>')\n</code> so </think>", False, False)
+def test_no_later_word_overturns_an_end(text, closed, thought):
     """Letter by letter: the first prefix that has ended reads as every longer one does."""
-    read = [ending(text[:n], closed=False) for n in range(len(text) + 1)]
+    read = [ending(text[:n], False, thought) for n in range(len(text) + 1)]
     ended = [one for one in read if one is not None]
     assert read == [None] * (len(read) - len(ended)) + ended[:1] * len(ended)
-    assert parse(text, closed=False) == (ended[0] if ended else (None, None))
     if ended:
-        assert ending(text, closed) == ended[0] and text[len(text) - len(ended)] in ">\n"
+        stop = len(text) - len(ended) + 1  # letters that a stop after each letter lets through
+        assert ended[0].end <= stop and text[stop - 1] in ">\n"
+        assert ending(text, closed, thought) == ended[0]
+        # Only a quote that its line leaves open can put off the stop, to the end of that line.
+        assert ended[0].end == stop or text[stop - 1] == "\n"
 
 
-def stopped(tokenizer, text, unclosed=""):
+@settings(max_examples=300)
+@given(texts, texts, st.booleans())
+def test_what_stands_behind_the_end_is_never_read(text, more, thought):
+    end = ending(text, False, thought)
+    if end is not None:
+        own = text[: end.end]
+        assert (
+            ending(text + more, True, thought) == end == ending(text + "\n" + more, True, thought)
+        )
+        assert ending(own, True, thought) == end  # what is read is enough to read it
+
+
+@given(texts, texts)
+def test_words_of_a_closed_thought_neither_end_nor_answer(text, after):
+    """All but whole code: that acts where it closes, before anybody can know of the </think>."""
+    words = text.replace("</code>", "<answer>").replace("</think>", "</answer>")
+    words = words.translate(str.maketrans("", "", "'\"")) + "\n</think>"
+    end, bare = ending("<think>" + words + after, True), ending("<think></think>" + after, True)
+    assert end[:2] == bare[:2] and end.tags == bare.tags
+
+
+def stopped(tokenizer, text, thought=False):
     """The tokens of `text` until `generate` would stop, and whether it would."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    stop = end_of_turn(tokenizer, 1, [unclosed])
+    stop = end_of_turn(tokenizer, 1, [thought])
     for n in range(1, len(ids) + 1):
         if stop(torch.tensor([[0, *ids[:n]]]), None).item():
             return ids[:n], True
@@ -55,7 +81,7 @@ def check_the_law(policy, samples, before, text):
     t = rollout.begin(samples[0], rollout.encode_prompt(policy, samples[0]))
     for turn in before:
         assert rollout.speak(policy, t, policy.encode(turn, []).ids) is not None
-    reply, end = stopped(policy.tokenizer, text, t.unclosed)
+    reply, end = stopped(policy.tokenizer, text, t.thinking)
     if reply:
         code = rollout.speak(policy, t, reply)
         assert (code, t.answer) == parse("<think>" * len(before) + text, closed=False)
@@ -90,6 +116,8 @@ CROP = "image.crop((0, 0, 64, 64)).show()\n"
         "<think>maybe <answer>checker</answer> no</think>" + VERTICAL,
         "<think>Code ends with </code>, an answer with </answer>.</think>" + VERTICAL,
         "<think>I'd use <code> but it's plain.</think>" + VERTICAL,
+        "<think>Code goes from <code>\nto its end, so it's # the tag\n</think>" + VERTICAL,
+        "<think>A <think> in a <think>: <answer>A or B</answer></answer></think>" + VERTICAL,
     ],
 )
 def test_the_words_of_a_closed_thought_are_no_answer(policy, samples, turn):
@@ -110,24 +138,36 @@ def test_the_words_of_a_closed_thought_are_no_answer(policy, samples, turn):
         "# then <answer>B</answer>",
         "# it's <answer>B</answer>, isn't it",
         "print('<think>')",
+        "print(f'<code></code> {1}', r'\\d</answer>', b'</code>')",
     ],
 )
 def test_the_tags_in_strings_and_comments_of_code_end_nothing(policy, samples, line):
     code = f"\n{line}\n{CROP}"
     rules = rollout.Rules(**{**vars(RULES), "max_new_tokens": 192})
-    with scripted(policy, [[f"<code>{code}</code>", SHORT]]):
-        ((t,),) = rollout.play(policy, samples[:1], 1, rules)
+    roles = [
+        [f"<code>{code}</code>", SHORT],
+        [f"<think>I look.<code>{code}</code>", "</think>" + SHORT],
+    ]
+    with scripted(policy, roles):
+        ((t, thinking),) = rollout.play(policy, samples[:1], 2, rules)
     assert (t.turns[0].code, t.answer) == (code, "red") and len(t.images) == 2
+    assert thinking.turns[0].code == code and len(thinking.images) == 2
+    assert not format_error(t) and not format_error(thinking)
 
 
 @pytest.mark.parametrize(
     "text, code, answer",
     [
         ("<think>a <code>1</code> b</think><answer>B</answer>", "1", None),  # decided at </code>
+        ("<answer><think>is it <answer>A</answer>?</think>B</answer>", None, "B"),
         ("<code>x = 1  # one</code>", "x = 1  # one", None),
         ("<code>print('a</code>\n", "print('a", None),  # it is run, and the policy reads why not
         ("<code>print('a</code>", None, None),  # the string may go on
         ("<think>a <answer>B</answer>", None, None),  # the thought may go on
+        ("<think>'a <code> b</think><answer>B</answer>", None, "B"),
+        ("<think><code>'a</think><answer>B</answer>", None, None),  # the string may go on
+        ("<think><code>'a</think><answer>B</answer>\n", None, "B"),
+        ("<think><code>'</think>'</code>", "'</think>'", None),
         ("a</code><answer>B</answer>", None, None),
         ("a</answer><answer>B</answer>", None, None),
     ],
@@ -140,15 +180,19 @@ def test_what_is_decided_and_what_is_still_open(text, code, answer):
     "text, code, answer",
     [
         ("<think>a <answer>B</answer>", None, "B"),
+        ("<think>a <answer>A</answer>? no: <answer>B</answer> \n", None, "B"),
+        ("<think>maybe <answer>A</answer>, maybe not", None, None),  # words of a thought
+        ("<think>a</code> <answer>B</answer>", None, "B"),
         ("<think>a <code>1", "1", None),
-        ("<code>print('a</code>", "print('a</code>", None),
+        ("<code>print('a</code>", "print('a", None),  # the line ends with the message
+        ("<think><code>'a</think><answer>B</answer>", None, "B"),
         ("<think>a</think><code>'''1", "'''1", None),
         ("<think>a", None, None),
         ("", None, None),
     ],
 )
 def test_what_an_ended_message_is_forgiven(text, code, answer):
-    assert ending(text, closed=True) == (code, answer)
+    assert ending(text, closed=True)[:2] == (code, answer)
 
 
 # --- its cost ----------------------------------------------------------------------------------

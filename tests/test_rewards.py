@@ -75,6 +75,11 @@ def turns(*texts, answer="x"):
         ("<think>a</think><code>1</code>", "<think>b</think><answer>x</answer>"),
         ("<think>a <code>1</code>", "so</think><answer>x</answer>"),  # one thought, two turns
         ("<code>print('<answer>y</answer> <think>')</code>", "<answer>x</answer>"),
+        ("<code>print('</code>')</code>", "<answer>x</answer>"),
+        ("<think>maybe <answer>y</answer>, or </code>?</think><answer>x</answer>",),
+        ("<think>I could <code> it</think><answer>x</answer>",),
+        ("<think>a<think>b</think><answer>x</answer>",),
+        ("<think>a <code>1</code>", "</answer> is a tag</think><answer>x</answer>"),
     ],
 )
 def test_well_formed_turns(texts):
@@ -95,7 +100,8 @@ def test_well_formed_turns(texts):
         ("<think>a<answer>x</answer>",),
         ("<think><answer>x</answer></think>",),
         ("a</think><answer>x</answer>",),
-        ("<think>a<think>b</think><answer>x</answer>",),
+        ("<answer>x</answer><think>so it is</think>",),
+        ("<think>a<answer>x</answer>", "</think>"),
         ("<code>1", "</code><answer>x</answer>"),
         ("<code>1</code>",),
         ("<answer>x<think></answer></think>",),
@@ -138,7 +144,7 @@ def reply(*texts):
         ("<answer>A or B</answer>", 0, False),
         ("<answer></answer>", 0, False),
         ("<think>A</think><answer>B</answer>", 1, False),
-        ("<think><answer>A</answer></think><answer>B</answer>", 1, True),
+        ("<think><answer>A</answer></think><answer>B</answer>", 1, False),
         ("<answer>A</answer> ... <answer>B</answer>", 0, True),  # the first ends the turn
         ("<answer>B</answer> ... <answer>A</answer>", 1, True),
         ("<answer>B", 0, True),
@@ -567,7 +573,8 @@ def test_a_reward_of_ones_own_is_found_by_file_and_name(tmp_path, monkeypatch):
 
 def test_an_unknown_reward_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="tapo, accuracy, .*, one of beyond.rivals.py, or my_file.my_reward .*; got 'tapoo'"
+        ValueError,
+        match="tapo, accuracy, .*, one of beyond.rivals.py, or my_file.my_reward .*; got 'tapoo'",
     ):
         score([], "tapoo", BoxJudge(), Lambdas(), random.Random(0))
 

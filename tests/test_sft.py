@@ -188,7 +188,7 @@ BAD_THYME = [
     ({"response": ""}, "response: expected a str"),
     ({"response": ONE.replace("</code>", "")}, "response: an output follows what is no code"),
     ({"response": ONE.replace("</code>", "</code> and so")}, "response: an output follows what"),
-    ({"response": ONE.replace("<code>", "<answer>1</answer><code>")}, "its tags do not close"),
+    ({"response": ONE.replace("<code>", "</think><answer>1</answer><code>")}, "an output follows"),
     ({"response": ONE.replace("</think>", "")}, "response: its tags do not close in order"),
     ({"response": ONE.replace("7</answer>", "")}, "response: its tags do not close in order"),
     ({"response": ONE + "<answer>8</answer>"}, "response: its tags do not close in order"),
