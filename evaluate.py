@@ -62,7 +62,7 @@ from kit.benchmarks import BENCHES, Questions, published
 from kit.flags import knob, parse, refusals, shared, through_door
 from kit.page import report
 from kit.perturbations import PERTURBATIONS, check_perturbations
-from kit.processes import gathered, processes
+from kit.processes import actor_of, gathered, processes
 from kit.qwen import Policy, check_checkpoint
 from kit.records import Records, Unusable, file_of, join, opened, waves_left, write
 from kit.usable import Usable
@@ -422,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             samples = load_toy(options.limit, options.seed, options.shortcut)
         else:
             samples = load_bench(options.bench, options.data, options.limit)
-        policy = load_policy(options.model, state.device, options.max_pixels)
+        policy = actor_of(load_policy(options.model, state.device, options.max_pixels))
 
     started = time.monotonic()
     rules = shared(options, Rules)
@@ -434,9 +434,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not state.is_main_process:
         return
     stages, seconds = {options.bench: metrics}, round(time.monotonic() - started, 1)
-    summary = {"config": vars(options), "seconds": {options.bench: seconds}, "stages": stages}
-    text = json.dumps(summary, indent=2, default=str)
-    (options.out / "summary.json").write_text(text, encoding="utf-8")
+    config = vars(options) | {"precision": policy.model.dtype}  # bf16 on a GPU, as in training
+    summary = {"config": config, "seconds": {options.bench: seconds}, "stages": stages}
+    (options.out / "summary.json").write_text(json.dumps(summary, indent=2, default=str), "utf-8")
     rates = {name: Rate(**rate) for name, rate in metrics["rates"].items()}
     parts = [f"{part:40} {value:.3f}" for part, value in metrics.get("parts", {}).items()]
     shown = table(stages), listing(rates), metrics["correct_by_faithful"], "\n".join(parts)

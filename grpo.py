@@ -206,24 +206,24 @@ class LogProbs(nn.Module):
 def log_probs(policy: Policy, rows: list[Row], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """log pi of every acted token of some rows, and who chose it: ([N], [N]). Stage 1, stage 2
     and the reference all use this one function."""
-    B, L = len(rows), max(len(row.ids) for row in rows)
+    B, L, device = len(rows), max(len(row.ids) for row in rows), policy.device
     ids = torch.full((B, L), policy.pad_id)
-    segment = torch.full((B, L), -1)  # padding: a segment that no other looks at
+    segment = torch.full((B, L), -1, device=device)  # padding: a segment that no other looks at
     positions = torch.zeros(3, B, L, dtype=torch.long)
     for b, row in enumerate(rows):
         n = len(row.ids)
         ids[b, :n], segment[b, :n], positions[:, b, :n] = row.ids, row.segment, row.positions
-    before = torch.ones(L, L, dtype=torch.bool).tril()  # [L, L]
+    before = torch.ones(L, L, dtype=torch.bool, device=device).tril()  # [L, L]
     own = segment[:, :, None] == segment[:, None, :]  # [B, L, L]
     # s_t of Eq. 3, what a token is chosen on: slot i may look at slot j.
     sees = before & (own | (segment == 0)[:, None, :])  # [B, L, L]
-    device, module = policy.device, policy.sharded or LogProbs(policy)
+    module = policy.sharded or LogProbs(policy)
     logp = module(
         temperature=temperature,
         keep=torch.cat([b * L + row.keep for b, row in enumerate(rows)]).to(device),
         labels=torch.cat([row.labels for row in rows]).to(device),
         input_ids=ids.to(device),
-        attention_mask=sees[:, None].to(device),
+        attention_mask=sees[:, None],
         position_ids=positions.to(device),
         **policy.model_images([picture for row in rows for picture in row.pictures]),
     )

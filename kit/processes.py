@@ -100,9 +100,16 @@ def level(policy: Policy, batches: list[list], blank_row: Callable[[Policy], obj
     return with_picture + [[blank]] * (max(gathered(len(batches))) - len(batches))
 
 
+AS_ON_A_GPU = False  # tests and beyond/simulate.py set this: a CPU then takes the way of a GPU
+
+
+def on_gpu(policy: Policy) -> bool:
+    return AS_ON_A_GPU or policy.device.type != "cpu"
+
+
 def precision(policy: Policy) -> torch.dtype:
     """What layers compute in. Weights are fp32: at a learning rate of 1e-6 bf16 would not move."""
-    return torch.float32 if policy.device.type == "cpu" else torch.bfloat16
+    return torch.bfloat16 if on_gpu(policy) else torch.float32
 
 
 def shard(policy: Policy, log_probs: nn.Module) -> None:
@@ -110,15 +117,15 @@ def shard(policy: Policy, log_probs: nn.Module) -> None:
     fp32. Every layer is fetched as a whole when its turn comes. log_probs: the module whose forward
     pass uses the policy's model; its calls fetch what belongs to no layer. One process on a CPU has
     nothing to cut, and its policy is left as it is."""
-    kind, n = policy.device.type, processes()[1]
-    if n == 1 and kind == "cpu":
+    n = processes()[1]
+    if n == 1 and not on_gpu(policy):
         return
     if not dist.is_initialized():  # one GPU: the same path, with nobody to meet
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     # Inputs are not cast: that would round the vision tower's rotary angles, and the policy
     # would no longer be the actor to the last bit.
     cast = MixedPrecisionPolicy(precision(policy), torch.float32, cast_forward_inputs=False)
-    policy.sharded, mesh = log_probs, init_device_mesh(kind, (n,))
+    policy.sharded, mesh = log_probs, init_device_mesh(policy.device.type, (n,))
     for module in (*policy.layers, log_probs):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=cast)
         module.set_gradient_divide_factor(1.0)  # a sum over processes, not their mean
@@ -128,7 +135,7 @@ def shard(policy: Policy, log_probs: nn.Module) -> None:
 def actor_of(policy: Policy) -> Policy:
     """Who plays: a whole copy of the policy on every process, in the precision it computes in, so
     that generate needs no other process. Before `shard`. On one CPU the policy itself plays."""
-    if processes()[1] == 1 and policy.device.type == "cpu":
+    if processes()[1] == 1 and not on_gpu(policy):
         return policy
     # deepcopy takes what its memo holds already: no second copy in fp32, and buffers stay fp32.
     copies = {

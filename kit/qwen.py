@@ -13,6 +13,7 @@ Read next   rollout.py (the game that a Policy plays), processes.py (one Policy,
 
 import os
 import re
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,8 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GenerationConfig
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoTokenizer, GenerationConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers import Qwen2VLImageProcessorPil as ImageProcessor
 
@@ -44,6 +46,38 @@ class Encoded(NamedTuple):
     pictures: list[Picture]
 
 
+@lru_cache(4)  # the layers of one forward know two ways to cut, and ask for them in turn
+def by_length(bounds: tuple[int, ...], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Windows begin and end at bounds. Returns the patches of all windows of one length as
+    [windows, length], for each length; and where each patch stands in all of these together."""
+    alike: dict[int, list[range]] = {}
+    for begin, end in zip(bounds, bounds[1:]):
+        alike.setdefault(end - begin, []).append(range(begin, end))
+    patches = [torch.tensor([*map(list, windows)]).to(device) for windows in alike.values()]
+    return patches, torch.cat([p.flatten() for p in patches]).argsort()
+
+
+def attend_in_windows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None,
+    scaling: float, cu_seq_lens_q: Tensor, **others: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of the vision tower: a patch sees its window; in four of 32 layers, its picture.
+    transformers makes a call for each window, 130 for a photo. One call can take all windows of a
+    length, and few lengths occur: most windows are whole, and the edges cut the others. Exact.
+    [1, heads, patches, width] -> [1, patches, heads, width]. cu_seq_lens_q: the bounds."""
+    patches, place = by_length(tuple(cu_seq_lens_q.tolist()), query.device)
+    seen = []
+    for at in patches:  # [windows, n]
+        q, k, v = (x[0][:, at].transpose(0, 1) for x in (query, key, value))  # [windows, heads, n,]
+        of_windows = scaled_dot_product_attention(q, k, v, scale=scaling)
+        seen.append(of_windows.transpose(1, 2).flatten(0, 1))  # [windows * n, heads, width]
+    return torch.cat(seen)[place][None], None
+
+
+# A name with "flash" in it is what the model takes for one that cuts the patches itself.
+AttentionInterface.register("flash_in_windows", attend_in_windows)
+
+
 class Policy:
     """A vision-language model with its tokenizer and image processor: pi_theta. tags: the
     words of the game that stand in angle brackets, and whether the policy may write them."""
@@ -60,6 +94,7 @@ class Policy:
             raise ValueError(f"<|image_pad|> is token {pad}, but the model's is {own}: not a pair")
         self.image_id, self.end_id = pad, vocabulary["<|im_end|>"]
         self.pad_id = tokenizer.pad_token_id
+        model.model.visual.config._attn_implementation = "flash_in_windows"
         # The policy must not sample control tokens, which would forge a turn or an image (it may
         # end its own message), nor ids beyond the tokenizer's: the embedding has spare rows.
         marks = {f"<{slash}{tag}>": may for tag, may in tags.items() for slash in ("", "/")}

@@ -682,7 +682,7 @@ def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch
     assert re.search(r"^questions +2$", capsys.readouterr().out, re.MULTILINE)
     summary = json.loads((tmp_path / "deep" / "out" / "summary.json").read_text())
     assert set(summary) == {"config", "seconds", "stages"}
-    assert set(summary["stages"]) == {"toy"}
+    assert set(summary["stages"]) == {"toy"} and summary["config"]["precision"] == "torch.float32"
     assert 0 <= summary["stages"]["toy"]["ood_accuracy"] <= 1
     assert "of 3 episodes" in (tmp_path / "deep" / "out" / "report.html").read_text()
 

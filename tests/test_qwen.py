@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import kit.qwen
 import rollout
 from data import TAGS, Sample, load_rl, parse, toy_questions
 from grpo import group_row, log_probs
@@ -66,6 +67,31 @@ def test_rollouts_equal_a_fresh_forward(standin, played):
         for turn, said in zip(t.turns, heard[id(t)], strict=True):
             difference = said.log_softmax(-1) - fresh[turn.start - 1 : turn.end - 1]
             assert difference.abs().max() <= 1e-5
+
+
+def test_windows_of_a_length_in_one_call_are_the_windows_one_by_one(standin, monkeypatch):
+    """Photos of odd sizes, two of them alike: in one layer their windows, in one the pictures."""
+    grids = torch.tensor([[1, 22, 34], [1, 8, 8], [1, 36, 14], [1, 8, 8], [1, 26, 20]])
+    pixels = torch.randn(int(grids.prod(-1).sum()), 1176, generator=torch.manual_seed(0))
+    attend, calls, found = torch.nn.functional.scaled_dot_product_attention, [], {}
+
+    def counting(query, *args, **how):
+        calls.append(query.shape[0])  # windows in this call
+        return attend(query, *args, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(kit.qwen, "scaled_dot_product_attention", counting)
+    for way in ("flash_in_windows", "sdpa"):
+        tower = copy.deepcopy(standin.model.model.visual)
+        assert tower.config._attn_implementation == "flash_in_windows"  # what a Policy takes
+        tower.config._attn_implementation = way
+        calls.clear()
+        seen = tower(pixels, grid_thw=grids).pooler_output
+        seen.square().sum().backward()
+        found[way] = [*calls], [seen, *(p.grad for p in tower.parameters())]
+    (ours, one_call), (theirs, one_by_one) = found.values()
+    assert all((a - b).abs().max() <= 1e-6 for a, b in zip(one_call, one_by_one, strict=True))
+    assert set(theirs) == {1} and sum(ours) == len(theirs) > 40 and len(ours) <= 13
 
 
 def test_the_group_row_has_the_gradient_of_one_row_each(standin, played):
