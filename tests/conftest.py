@@ -26,9 +26,11 @@ from kit.qwen import Policy
 from rollout import Rules, Trajectory
 from sandbox import Limits
 
-# The first torch call of a process takes seconds: a deadline would call that a failure.
-settings.register_profile("codev", deadline=None, max_examples=50, derandomize=True)
-settings.load_profile("codev")
+# The first torch call of a process takes seconds: a deadline would call that a failure. Each night
+# `python -m pytest --hypothesis-profile nightly` draws 500 new examples of every law.
+settings.register_profile("every-day", deadline=None, max_examples=50, derandomize=True)
+settings.register_profile("nightly", deadline=None, max_examples=500)
+settings.load_profile("every-day")
 torch.set_num_threads(1)
 
 # Makes a stand-in for the released checkpoint (its tokenizer and layout, random weights). It is no

@@ -2,11 +2,13 @@
 
 import copy
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import RULES, SCRIPTS, fresh_logits, scripted
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import grpo
@@ -36,6 +38,9 @@ def played(policy, samples):
     return [t for group in groups for t in group]
 
 
+README = Path(__file__).parent.parent / "README.md"
+
+
 def known(reward):
     return torch.ones_like(reward, dtype=torch.bool)
 
@@ -45,23 +50,16 @@ def known(reward):
 rewards = st.lists(st.sampled_from([-0.4, 0.0, 0.2, 1.0, 1.2]), min_size=4, max_size=4)
 
 
-def test_worked_example():
-    """One of four rollouts is right: the baseline is 1/4."""
-    R = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
-    assert advantage_mean(R, known(R)).tolist() == [[0.75, -0.25, -0.25, -0.25]]
-    scaled = advantage_std(R, known(R))[0].tolist()  # deviation .5 with K - 1 in the denominator
-    assert scaled == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-3)
-    R = torch.tensor([[1.0, 0.0, 0.0, 1.0]])
-    assert advantage_std(R, known(R))[0].tolist() == pytest.approx(
-        [0.866, -0.866, -0.866, 0.866], abs=1e-3
-    )
-
-
-@given(rewards, st.integers(-3, 3))
-def test_only_differences_within_the_group_matter(R, c):
+@given(rewards, st.integers(-3, 3), st.floats(0.005, 20))
+@example([0.0, 0.0, 0.0, 0.2], 0, 0.005)  # a thousandth is a difference
+def test_advantages_sum_to_0_grow_with_R_and_know_only_differences_within_the_group(R, c, scale):
     R = torch.tensor([R])
     for advantage in ADVANTAGES.values():
-        torch.testing.assert_close(advantage(R + c, known(R)), advantage(R, known(R)))
+        A = advantage(R, known(R))
+        assert A.sum().item() == pytest.approx(0, abs=1e-5)
+        torch.testing.assert_close(advantage(R + c, known(R)), A)
+    A, scaled = (advantage_mean(R * by, known(R)) for by in (1.0, scale))
+    torch.testing.assert_close(scaled, scale * A)
 
 
 @given(rewards, rewards, st.permutations(range(4)))
@@ -112,11 +110,14 @@ advantages = st.floats(-2, 2, width=32)
 
 
 @given(logps, logps, advantages)
+@example(0.0, 0.0, -1e-45)  # next to 0
+@example(-6.0, 0.0, 2.0)
+@example(0.0, -6.0, -2.0)
 def test_clipping_never_helps_for_either_sign_of_A(new, old, A):
     """Eq. 4 is a lower bound of the unclipped surrogate, and agrees with a formula in floats."""
     gain = clipped_surrogate(torch.tensor(new), torch.tensor(old), torch.tensor(A), eps=0.2).item()
     ratio = math.exp(new - old)
-    assert gain <= ratio * A + 1e-4 * abs(ratio * A)
+    assert gain <= ratio * A + 1e-4 * abs(ratio * A) + 1e-30
     plain = min(ratio * A, max(0.8, min(1.2, ratio)) * A)
     assert gain == pytest.approx(plain, rel=1e-4, abs=1e-5)
 
@@ -161,6 +162,8 @@ def test_as_a_loss_k3_pulls_like_the_divergence_of_the_reference_from_the_policy
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6))
+@example([0, 5, 2])  # one is masked
+@example([0, 0])
 def test_loss_averages_agree_with_their_definitions(lengths):
     token, sequence = (
         LOSS_AVERAGES[k](torch.tensor(lengths, dtype=torch.float32)) for k in ("token", "sequence")
@@ -169,6 +172,13 @@ def test_loss_averages_agree_with_their_definitions(lengths):
     for n, t, s in zip(lengths, token.tolist(), sequence.tolist()):
         assert t == pytest.approx(1 / max(total, 1))
         assert s == pytest.approx(1 / n / rollouts if n else 0.0)
+    for weights in (token, sequence):  # of all acted tokens
+        assert (weights * torch.tensor(lengths)).sum().item() == pytest.approx(float(total > 0))
+
+
+def test_the_constants_are_those_that_the_readme_states():
+    stated = re.search(r"^\| ε, β \| not given \| (\S+) and (\S+) ", README.read_text(), re.M)
+    assert (Objective().eps, Objective().beta) == tuple(map(float, stated.groups()))
 
 
 # --- one row per group -----------------------------------------------------------------------
@@ -262,13 +272,13 @@ class Frozen(torch.optim.SGD):
 
 
 def pair(trajectories):
-    return [trajectories[:3], trajectories[3:]]
+    return [trajectories[i : i + 3] for i in range(0, len(trajectories), 3)]
 
 
 def a_step(policy, played, advantage, reference=None, **changes):
     objective = Objective(**{"max_grad_norm": 1e9, **changes})
     report = learn(
-        policy, Frozen(policy.model), pair(played), advantage.view(2, 3), reference, objective
+        policy, Frozen(policy.model), pair(played), advantage.view(-1, 3), reference, objective
     )
     grads = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
     return report, torch.cat(grads) if grads else torch.zeros(1)
@@ -358,13 +368,57 @@ def test_a_second_update_is_anchored_at_the_sampler(policy, played):
     assert report["clip_fraction"] > 0.02
 
 
+def alike(one, other):
+    """Two steps with the same report and the same gradient."""
+    assert one[0] == pytest.approx(other[0], rel=1e-4, abs=1e-6)
+    assert (one[1] - other[1]).norm() / other[1].norm() <= 1e-5
+
+
 @pytest.mark.parametrize("loss_agg", ["token", "sequence"])
-def test_cutting_the_step_into_micro_batches_changes_nothing(policy, played, reference, loss_agg):
+def test_how_a_step_is_cut_ordered_repeated_or_done_at_rate_0_changes_nothing(
+    policy, played, reference, loss_agg
+):
     whole = a_step(policy, played, A6, reference, loss_agg=loss_agg)
-    for row_tokens in (1, 150, 400):
-        parts = a_step(policy, played, A6, reference, loss_agg=loss_agg, row_tokens=row_tokens)
-        assert parts[0] == pytest.approx(whole[0], rel=1e-4, abs=1e-6)
-        assert (parts[1] - whole[1]).norm() / whole[1].norm() <= 1e-5
+    for change in (dict(row_tokens=1), dict(row_tokens=150), dict(row_tokens=400), dict(updates=3)):
+        alike(a_step(policy, played, A6, reference, loss_agg=loss_agg, **change), whole)
+    orders = [3, 4, 5, 0, 1, 2], [2, 0, 1, 4, 5, 3], [0, 1, 2, 3, 4, 5] * 2
+    for order in orders:  # groups, rollouts, the batch twice
+        mixed = [played[i] for i in order]
+        alike(a_step(policy, mixed, A6[order], reference, loss_agg=loss_agg), whole)
+
+
+def test_without_advantages_a_step_is_the_gradient_of_beta_kl(policy, played, reference):
+    rows = [
+        row for i in (0, 3) for row in group_rows(policy, list(enumerate(played))[i : i + 3], 8192)
+    ]
+    policy.model.zero_grad()
+    with torch.no_grad():
+        gap = grpo.log_probs(reference, rows)[0]
+    gap = gap - grpo.log_probs(policy, rows)[0]
+    (0.1 * (gap.exp() - gap - 1).mean()).backward()
+    pull = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+    report, gradient = a_step(policy, played, torch.zeros(6), reference, beta=0.1)
+    assert report["kl"] > 0.001 and (gradient - pull).norm() / pull.norm() <= 1e-5
+
+
+def test_a_gradient_is_clipped_to_its_limit_and_never_stretched(policy, played):
+    report, gradient = a_step(policy, played, A6, beta=0.0)
+    norm = gradient.norm().item()
+    assert report["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for limit in (norm / 3, norm, 3 * norm):
+        report, clipped = a_step(policy, played, A6, beta=0.0, max_grad_norm=limit)
+        assert clipped.norm() <= limit * (1 + 1e-6) and report["grad_norm"] == pytest.approx(
+            norm, rel=1e-4
+        )
+        scaled = min(1.0, limit / norm) * gradient
+        assert (clipped - scaled).norm() <= 1e-5 * norm
+
+
+def test_after_an_update_that_is_not_finite_none_follows(policy, played, monkeypatch):
+    norms = iter([0.5, None, 0.5])
+    monkeypatch.setattr(grpo, "apply_gradient", lambda *_: next(norms))
+    report, _ = a_step(policy, played, A6, beta=0.0, updates=3)
+    assert (report["skipped"], report["grad_norm"], next(norms)) == (1, None, 0.5)
 
 
 def test_without_kl_a_constant_group_costs_and_teaches_nothing(policy, played, monkeypatch):
@@ -397,9 +451,10 @@ def test_the_printed_ratio_needs_its_reference(policy, played):
         a_step(policy, played, A6, beta=0.0, ratio_anchor="ref")
 
 
-def test_masked_truncated_rollouts_leave_loss_and_denominator(policy, played):
+@pytest.mark.parametrize("ended", ["turns", "length"])
+def test_masked_truncated_rollouts_leave_loss_and_denominator(policy, played, ended):
     cut = copy.deepcopy(played)
-    cut[2].ended = "turns"
+    cut[2].ended = ended
     masked = a_step(policy, cut, A6, mask_truncated=True, beta=0.0)
     without = a_step(policy, [*played[:2], played[0], *played[3:]],
                      torch.where(torch.arange(6) == 2, 0.0, A6), beta=0.0)  # fmt: skip
