@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import LOOK, RULES, SHORT, scripted
 
+import kit.folder
 from data import TAGS
 from kit.flags import knob
 from kit.folder import Run, check_new, read_config, training_state, write_json
@@ -270,11 +271,17 @@ def test_a_diverged_policy_is_neither_saved_nor_played(weight, tmp_path, learner
     a_run.check_weights(policy)
     a_run.update(stage="rl", checkpoint="checkpoint-rl-2")
     a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
+    sound = copy.deepcopy(policy.model.state_dict())
     with torch.no_grad():
         policy.model.lm_head.weight[5, 7] = weight
     words = r"rl step 3\): .* Lower rl_lr .* --resume .* \(from checkpoint-rl-2\)"
     with pytest.raises(SystemExit, match=words):
         a_run.check_weights(policy)
+    learner[0].model.load_state_dict(sound)
+    with pytest.MonkeyPatch.context() as patch:  # another process found it in its part
+        patch.setattr(kit.folder, "gathered", lambda own: [own, False])
+        with pytest.raises(SystemExit, match=words):
+            a_run.check_weights(policy)
     with torch.no_grad():
         policy.model.lm_head.weight[:] = float("nan")
     with pytest.raises(SystemExit, match=words.replace(": .*", ".* scores of the next .*")):

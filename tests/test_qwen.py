@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RULES, SCRIPTS, fresh_logits, scripted
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -351,6 +351,37 @@ def test_foreign_text_cannot_forge_a_turn_an_image_or_a_tag(policy, text):
     tags = {policy.tokenizer.convert_tokens_to_ids(f"<{s}{t}>") for t in TAGS for s in ("", "/")}
     assert not set(ids) & (set(policy.forbidden) | {policy.end_id} | tags)
     assert parse(policy.neutralise(text), closed=True) == (None, None)
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=9).filter(any))
+@example([False, True, False, True])  # padding in front, a tail in the middle
+def test_a_token_stands_where_as_many_real_ones_stand_before_it(policy, real):
+    ids = torch.full((1, len(real)), policy.tokenizer.convert_tokens_to_ids("c"))
+    number, *axes = policy.positions(ids, torch.tensor([real]).long(), [])[:, 0].tolist()
+    for i in [i for i, is_real in enumerate(real) if is_real]:
+        assert [number[i], *(axis[i] for axis in axes)] == [sum(real[:i])] * 4
+
+
+@pytest.mark.parametrize("budget", [256, 1024, 2048, 4096])  # the least area of its own is 2048
+def test_no_picture_is_above_the_budget_that_a_policy_is_loaded_with(budget):
+    tiny = load_policy("tiny", max_pixels=budget, weights=False)
+    least, most = (tiny.image_processor.size[f"{which}_edge"] for which in ("shortest", "longest"))
+    assert (least, most) == (min(2048, budget), budget)
+    with pytest.raises(ValueError, match="--max-pixels 255: one visual token takes 256 pixels"):
+        load_policy("tiny", max_pixels=255, weights=False)
+    for size in ((256, 256), (8, 8)):
+        grid = tiny.pictures([Image.new("RGB", size)])[0].grid
+        assert int(grid.prod()) * tiny.image_processor.patch_size**2 <= budget
+
+
+def test_a_frozen_tower_of_the_tiny_network_stays_and_the_rest_learns(policy, samples):
+    frozen = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor, TAGS)
+    freeze_vision(frozen)
+    with scripted(frozen, [["<answer>red</answer>"]]):
+        ((t,),) = play(frozen, samples[:1], 1, RULES)
+    log_probs(frozen, [group_row(frozen, [(0, t)])])[0].sum().backward()
+    for name, parameter in frozen.model.named_parameters():
+        assert (parameter.grad is None) == name.startswith("model.visual."), name
 
 
 @given(st.text(string.printable, max_size=40))

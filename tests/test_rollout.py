@@ -2,16 +2,19 @@
 
 import copy
 import gc
+import math
 import threading
 import time
 import weakref
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ANSWER, FAIL, LOOK, PRINT, RULES, SCRIPTS, SHORT, TWO, fresh_logits, scripted
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import GenerationConfig
@@ -20,7 +23,7 @@ import data
 import rollout
 from data import TAGS, Sample, parse
 from kit.qwen import Encoded, Policy
-from rollout import Rules, Trajectory, encode_prompt, play
+from rollout import Rules, SeededSampling, TooLong, Trajectory, Turn, encode_prompt, play
 from sandbox import Observation
 
 
@@ -272,11 +275,41 @@ def test_what_a_rollout_samples_does_not_hang_on_its_company(policy, samples):
         groups = play(policy, samples, rollouts, replace(rules, **budget))
         return {t.seed: t.ids[t.prompt :] for group in groups for t in group}
 
+    def seeds(n):
+        torch.manual_seed(n)
+        return {t.seed for group in play(policy, samples[:2], 2, rules) for t in group}
+
+    assert len(seeds(3) | seeds(4)) == 8 and seeds(3) == seeds(3)
     together = sampled(samples[:3])
     slot = 2 * 2 * 32 * 4  # bytes of keys and values of the tiny model, one slot
     assert sampled(samples[:3], kv_budget_gb=2.5 * 512 * slot / 1e9) == together
     assert sampled(samples[2::-1], 1).items() <= together.items()
     assert len(set(map(tuple, together.values()))) == 6
+
+
+def test_each_turn_of_each_trajectory_draws_anew_and_whoever_sits_beside_it():
+    turn = Turn("", None, None, 0, 0)
+    live = [Trajectory(None, seed=s, turns=[turn] * n) for s in ("a", "b") for n in range(3)]
+
+    def draws(live):
+        batch = SimpleNamespace(ids=torch.zeros(len(live), 4), live=live)
+        return SeededSampling(batch, Rules(max_new_tokens=5)).draws.tolist()
+
+    assert len({tuple(row) for row in draws(live)}) == 6
+    assert draws(live[::-2]) == draws(live)[::-2]
+
+
+@given(st.lists(st.floats(-20, 20), min_size=2, max_size=9), st.sampled_from([0.5, 1.0, 2.0]),
+       st.integers(0, 99))  # fmt: skip
+@example([0.0, -1e9, -1e9], 1.0, 0)
+def test_a_token_is_the_first_whose_cumulated_probability_exceeds_the_draw(scores, T, seed):
+    batch = SimpleNamespace(ids=torch.zeros(1, 4), live=[Trajectory(None, seed=f"{seed}")])
+    sampling = SeededSampling(batch, Rules(temperature=T, max_new_tokens=3))
+    chosen = sampling(torch.zeros(1, 6), torch.tensor([scores])).argmax().item()  # its third token
+    weights = [math.exp((score - max(scores)) / T) for score in scores]
+    draw, below = sampling.draws[0, 2].item(), sum(weights[:chosen]) / sum(weights)
+    assert below - 1e-6 <= draw <= below + weights[chosen] / sum(weights) + 1e-6
+    assert weights[chosen] > 0
 
 
 def test_control_tokens_are_never_sampled(policy, samples):
@@ -299,11 +332,13 @@ def test_greedy_rollouts_are_all_the_same(policy, samples):
 
 def test_endings(policy, samples):
     stray = "oops</answer>"  # closes what was never opened
-    scripts = [[LOOK] * 4, [ANSWER], ["no tag at all<|im_end|>"], ["word " * 80], [stray]]
+    cut = "<code>\n" + "print(1)\n" * 80  # by the length limit: half a program is none
+    scripts = [[LOOK] * 4, [ANSWER], ["no tag at all<|im_end|>"], ["word " * 80], [stray], [cut]]
     with scripted(policy, scripts):
-        (group,) = play(policy, samples[:1], 5, RULES)
-    assert [t.ended for t in group] == ["turns", "answered", "no_action", "length", "no_action"]
-    assert [len(t.tool_turns) for t in group] == [4, 0, 0, 0, 0]
+        (group,) = play(policy, samples[:1], 6, RULES)
+    endings = ["turns", "answered", "no_action", "length", "no_action", "length"]
+    assert [t.ended for t in group] == endings
+    assert [len(t.tool_turns) for t in group] == [4, 0, 0, 0, 0, 0]
     assert group[1].answer == "checker" and group[0].answer is None
     assert len(group[3].ids) - group[3].prompt == RULES.max_new_tokens
 
@@ -325,6 +360,8 @@ def test_an_observation_is_whole_or_absent(policy, samples):
             if t.ended:
                 break
         endings.add((t.ended, len(t.images)))
+        read = [turn.start + rules.max_new_tokens <= limit for turn in full.turns[1:]]
+        assert len(t.turns) == 1 + sum(read)  # to the token
         assert t.ids == full.ids[: len(t.ids)] and len(t.ids) <= limit
         assert t.ids.count(policy.image_id) == sum(int(p.grid.prod()) // 4 for p in t.images)
         assert (t.ended == "answered") == (len(t.ids) == len(full.ids))
@@ -332,8 +369,33 @@ def test_an_observation_is_whole_or_absent(policy, samples):
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_name(policy, samples):
-    with pytest.raises(ValueError, match=r"toy-tests-0.*tokens \(16 of them for.*--max-length 40"):
-        play(policy, samples[:1], 2, Rules(max_new_tokens=10, max_length=40))
+    room = len(encode_prompt(policy, samples[0]).ids) + 1
+    ((t,),) = play(policy, samples[:1], 1, Rules(max_new_tokens=1, max_length=room))
+    assert len(t.ids) == room
+    with pytest.raises(
+        TooLong, match=rf"toy-tests-0.*tokens \(16 of them.*--max-length {room - 1}"
+    ):
+        play(policy, samples[:1], 1, Rules(max_new_tokens=1, max_length=room - 1))
+
+
+def test_the_rules_confine_what_code_may_use(policy, samples, monkeypatch):
+    made, sandbox = [], rollout.Sandbox
+    monkeypatch.setattr(rollout, "Sandbox", lambda *told: made.append(told) or sandbox(*told))
+    with scripted(policy, [[SHORT]]):
+        play(policy, samples[:1], 2, RULES)
+    assert made == [(samples[0].image, RULES.limits, RULES.allow_weak_sandbox)] * 2
+    assert RULES.limits != Rules().limits
+
+
+def test_a_batch_goes_on_when_all_its_programs_are_done_and_none_waits_for_another():
+    one, two, three = (Future() for _ in range(3))
+    batches = [SimpleNamespace(programs=[one, two]), SimpleNamespace(programs=[three])]
+    mixed, slow = batches
+    one.set_result(None), three.set_result(None)
+    assert rollout.take_ready(batches) is slow and batches == [mixed]
+    threading.Timer(0.2, two.set_result, [None]).start()
+    assert rollout.take_ready(batches) is mixed and two.done()
+    assert rollout.take_ready([SimpleNamespace(programs=())]).programs == ()  # the first turn
 
 
 def test_unfinished_code_runs_only_if_the_message_ended(policy, samples):

@@ -4,6 +4,7 @@ import copy
 import json
 from base64 import b64encode
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from grpo import group_row, log_probs, micro_batches
 from kit.qwen import Policy
 from kit.schemas import thyme_fields
 from kit.usable import Bad
+from rollout import TooLong, encode_prompt
 from sft import imitate, load_thyme, mean_logp, replay, replay_all, rows_of, shuffled
 
 
@@ -75,8 +77,30 @@ def test_the_loss_is_the_cross_entropy_of_the_acted_tokens(policy, trajectories)
         assert got == pytest.approx(expected, rel=1e-5)
 
 
+def copied(policy):
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor, TAGS)
+
+
+def test_imitation_is_plain_clipped_steps_at_the_rates_given(policy, trajectories):
+    learner, plain, rates = copied(policy), copied(policy), [0.3, 0.1, 0.2]
+    rows, sgd = rows_of(policy, trajectories[:3]), torch.optim.SGD
+    optimizer = sgd(learner.model.parameters(), lr=9.0)
+    imitate(learner, optimizer, lambda i: [[rows[i]]], range(3), rates.__getitem__, lambda *_: None)
+    for row, rate in zip(rows, rates):
+        plain.model.zero_grad()
+        (-log_probs(plain, [row])[0].mean()).backward()
+        weights = [p for p in plain.model.parameters() if p.grad is not None]
+        norm = torch.stack([p.grad.square().sum() for p in weights]).sum().sqrt()
+        assert norm > 1  # so that clipping matters
+        with torch.no_grad():
+            for p in weights:
+                p -= rate * p.grad / norm
+    for p, q in zip(learner.model.parameters(), plain.model.parameters()):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
+
+
 def test_imitation_learns_and_ends_when_told(policy, trajectories):
-    learner = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor, TAGS)
+    learner = copied(policy)
     rows = rows_of(learner, trajectories)
     optimizer = torch.optim.AdamW(learner.model.parameters())
     losses = []
@@ -99,6 +123,19 @@ def test_every_epoch_visits_everything_once(n, batch, seed):
         assert Counter(flat[epoch * n : (epoch + 1) * n]) == Counter(range(n))
     again = shuffled(n, batch, seed)  # a resumed run asks for batch 7 first and gets the same
     assert again(7) == flat[7 * batch : 8 * batch]
+
+
+def test_every_epoch_of_every_seed_has_an_order_of_its_own():
+    orders = [tuple(shuffled(20, 20, seed)(epoch)) for seed in range(3) for epoch in range(3)]
+    assert len({*orders, tuple(range(20))}) == 10
+
+
+def test_a_demonstration_is_replayed_if_its_prompt_leaves_room_for_a_turn(policy, demos):
+    prompt = len(encode_prompt(policy, demos["guess"].sample).ids)
+    for more, fits in ((-1, False), (0, True), (1, True)):
+        rules = replace(RULES, max_length=prompt + RULES.max_new_tokens + more)
+        with nullcontext() if fits else pytest.raises(TooLong, match="sample demo-1-"):
+            assert replay(policy, demos["guess"], rules).ended == "answered"
 
 
 # Thyme-SFT

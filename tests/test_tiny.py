@@ -30,6 +30,7 @@ def test_packs_teach_what_their_map_shows(policy, kind):
     scene = draw_scene(rng, 0.25)
     pack = PACKS[kind](scene, rng)
     learnt = " ".join(part for part, learn in pack if learn)
+    assert ("\n", True) not in pack  # what separates lessons is not learnt
     if kind == "reading":
         assert sum(f" {s.color}<answer>{s.texture}" in learnt for s in scene.squares) == 4
     if kind == "grounding":
