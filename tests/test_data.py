@@ -24,6 +24,7 @@ from data import (
 )
 from kit.tables import read_image
 from rollout import Rules, check_fits, encode_prompt
+from sandbox import Observation
 
 RL = Path(__file__).parent / "fixtures" / "codev_rl.parquet"
 PICTURE = picture(0)[0]
@@ -83,6 +84,10 @@ def test_questions_depend_on_their_arguments_alone():
 def test_demonstrations_follow_the_mixture_and_do_what_they_say():
     demos = demonstrations(2000, 0)
     search = [d for d in demos if d.route != "neutral"]
+    shares = {"right": 0.36, "whole": 0.12, "wrong": 0.12, "guess": 0.40}  # behind docs/results.md
+    assert data.MIXTURE == shares
+    usual = [d.sample.answer == data.USUAL_TEXTURE[d.sample.question.split()[5]] for d in search]
+    assert np.mean(usual) == pytest.approx(0.25, abs=0.03)  # one of four: no prior
     for route, share in data.MIXTURE.items():
         assert np.mean([d.route == route for d in search]) == pytest.approx(share, abs=0.04)
     for d in search:
@@ -99,6 +104,22 @@ def test_demonstrations_follow_the_mixture_and_do_what_they_say():
             bx0, by0, bx1, by1 = d.sample.boxes[0]
             inside = x0 <= bx0 and y0 <= by0 and bx1 <= x1 and by1 <= y1
             assert inside == (d.route == "right")
+
+
+@given(st.text("ab <é", max_size=30), st.integers(1, 30))
+def test_what_code_printed_is_cut_behind_the_limit_and_told_so(log, limit):
+    log = log.strip()
+    told = data.observation_text(Observation(text=log), str, limit)
+    whole = log or data.NOTHING_SHOWN
+    assert told == (whole if len(log) <= limit else log[:limit] + " ...")
+
+
+@pytest.mark.parametrize("text, code", [
+    ("<code>1", "1"), ("<code>1</code> so <code>2", "1\n2"), ("<code>1 <code>2", None)
+])  # fmt: skip
+def test_one_missing_end_of_code_is_forgiven_to_who_ended_the_message(text, code):
+    assert data.parse(text, closed=True) == (code, None)
+    assert data.parse(text, closed=False)[0] == ("1" if "</code>" in text else None)
 
 
 def test_bad_arguments_say_what_was_expected():

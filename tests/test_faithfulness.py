@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,7 @@ from faithfulness import (
     tool_use,
 )
 from rewards import BoxJudge, Lambdas, Reward, accuracy, crop, hand_made, tapo
-from rollout import Trajectory, Turn
+from rollout import Rules, Trajectory, Turn
 from sandbox import Observation
 
 IMAGE = Image.new("RGB", (256, 256))
@@ -411,6 +412,53 @@ def test_a_look_that_was_only_claimed(said, claimed):
 
 def test_a_crop_that_was_tried_and_failed_is_not_decorative():
     assert tool_use([coded(SEARCH, ("imag.crop(b)", TYPO))])["decorative crops"].numerator == 0
+
+
+# Perturbations
+
+
+class Shut:
+    """A sandbox in which nothing runs."""
+
+    __init__ = __exit__ = run = lambda self, *_: None
+    __enter__ = lambda self: self  # noqa: E731
+
+
+def test_each_question_perturbation_and_seed_draws_a_place_of_its_own(monkeypatch):
+    drawn, plays = [], [hand_made(replace(SEARCH, id=i), GOOD, answer="x") for i in ("a", "b")]
+    monkeypatch.setattr(faithfulness, "Sandbox", Shut)
+    monkeypatch.setattr(faithfulness, "listen", lambda *_: None)
+    monkeypatch.setattr(
+        faithfulness, "perturbed", lambda n, s, i, rng: drawn.append(rng.random()) or s
+    )
+    policy = SimpleNamespace(pictures=lambda images: images)
+
+    def places(name, seed):
+        drawn.clear()
+        faithfulness.play_perturbed(policy, [(t, 0) for t in plays], name, Rules(), seed)
+        return tuple(drawn)
+
+    found = [places(name, seed) for name in ("noise", "random") for seed in (0, 1)]
+    assert len({place for pair in found for place in pair}) == 8
+    assert found[0] == places("noise", 0)
+
+
+@pytest.mark.parametrize("reward, hit, expected", [
+    (1.0, 1.0, dict(clean=True, clean_hit=True, clean_miss=None)),
+    (0.0, 0.0, dict(clean=False, clean_hit=None, clean_miss=False)),
+    (None, 1.0, dict(clean=None, clean_hit=None, clean_miss=None)),
+    (1.0, None, dict(clean=True, clean_hit=None, clean_miss=None)),
+])  # fmt: skip
+def test_a_verdict_on_the_answer_and_one_on_the_turn_are_each_needed(reward, hit, expected):
+    """The judge calls "a lorry" right, the rules do not: clean accuracy is the judge's."""
+    t, copy = (hand_made(SEARCH, GOOD, answer=answer) for answer in ("a lorry", "checker"))
+    found = finding(t, Reward(reward, None, 0.0, (hit,), None))
+    got = faithfulness.changes(t, copy, 0, found)
+    assert {name: got[name] for name in expected} == expected
+    asked = {"accuracy": "clean", "accuracy_hit": "clean_hit", "accuracy_miss": "clean_miss"}
+    assert {name: got[name] for name in asked} == {
+        name: None if expected[clean] is None else True for name, clean in asked.items()
+    }
 
 
 # Trajectories of other agents

@@ -7,7 +7,7 @@ import time
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -296,6 +296,26 @@ def test_nearly_the_whole_image_is_no_crop_even_of_a_large_target():
     assert judge(*looked_at((0, 0, 242, 242), targets=large)) == 1.0  # 89 %
 
 
+@pytest.mark.parametrize("judge, score", [
+    (BoxJudge(0.9, (0.0, 0.0)), 1.0), (BoxJudge(0.91, (0.0, 0.0)), 0.0),
+    (BoxJudge(0.9, (1.0, 0.5)), 1.0), (BoxJudge(0.9, (1.01, 1.0)), 0.5),
+    (BoxJudge(0.9, (0.0, 0.0), 100 / 65536), 1.0), (BoxJudge(0.9, (0.0, 0.0), 0.0015), 0.0),
+])  # fmt: skip
+def test_who_just_reaches_a_limit_of_the_judge_has_reached_it(judge, score):
+    """A crop of 10 x 10 shows 9 of the 10 columns of a target of the same size: recall 0.9."""
+    assert judge(*looked_at((1, 0, 11, 10), targets=((0, 0, 10, 10),))) == score
+
+
+sides = st.tuples(*[st.integers(0, 76)] * 2, *[st.integers(120, 256)] * 2)  # around the target
+
+
+@given(sides, sides)
+@example((0, 0, 256, 256), (0, 0, 128, 128))
+def test_to_tighten_a_crop_around_its_target_never_lowers_its_score(a, b):
+    inner = (max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
+    assert BoxJudge()(*looked_at(inner)) >= BoxJudge()(*looked_at(a))
+
+
 def test_without_labelled_boxes_there_is_no_verdict():
     assert BoxJudge()(*looked_at(CELL_B2, targets=())) is None
 
@@ -518,12 +538,25 @@ def test_at_the_defaults_a_badly_formed_right_answer_still_beats_any_wrong_one(a
     assert reward(right).total > reward(wrong).total  # 1 - 0.2 - 0.2 > 0.2
 
 
+@given(anything)
+def test_without_a_weight_for_tools_tapo_pays_what_accuracy_pays(trajectory):
+    without = Lambdas(tools=0.0)
+    paid = [reward(trajectory, name, weights=without).total for name in ("tapo", "accuracy")]
+    assert paid[0] == paid[1] == reward(trajectory, "accuracy").total
+
+
 def test_from_half_an_answer_on_the_order_can_turn_and_we_are_warned():
     with pytest.warns(UserWarning, match="answer / 2"):
         weights = Lambdas(answer=1.0, tools=0.6)
     right = reward(hand_made(SEARCH, TYPO, answer="checker"), weights=weights)
     wrong = reward(hand_made(SEARCH, GOOD, answer="diagonal"), weights=weights)
     assert wrong.total > right.total  # 0.6 > 1 - 0.6
+
+
+@pytest.mark.parametrize("tools, told", [(0.499, False), (0.5, True), (-0.5, True)])
+def test_the_warning_begins_at_exactly_half_an_answer(tools, told, recwarn):
+    Lambdas(answer=1.0, tools=tools)
+    assert bool(recwarn.list) == told
 
 
 @pytest.mark.parametrize("tools", [1.0, -1.0, 2.0, float("nan")])
@@ -659,3 +692,7 @@ def test_the_null_does_not_depend_on_which_thread_is_first():
         for judge in (BoxJudge(), Many())
     )
     assert one == many and len({r.total for group in one for r in group}) == 2
+    coins = [[r.total for r in group] for group in one]
+    other = score(groups, "random", BoxJudge(), Lambdas(), random.Random(6))
+    assert any(coin != coins[0] for coin in coins)
+    assert coins != [[r.total for r in group] for group in other]
