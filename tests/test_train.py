@@ -1,14 +1,15 @@
 """python -m pytest tests/test_train.py      about 60 s: the command line, and whole runs of it"""
 
-import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -23,10 +24,10 @@ from safetensors.torch import load_file
 
 import evaluate
 import train
-from data import toy_questions
+from data import USUAL_TEXTURE, toy_questions
 from kit.flags import shared
 from kit.folder import Run, read_config
-from rewards import crop, hand_made
+from rewards import Reward, crop, hand_made
 from rollout import load_policy
 from sandbox import Observation
 from train import Config, parse_config
@@ -173,76 +174,330 @@ def test_every_field_of_the_rules_and_the_objective_is_a_flag_and_arrives(tmp_pa
     assert (w.answer, w.tools, w.format) == (2, 0.3, 0.1)
 
 
-def test_reward_world_norm_and_anchor_reach_the_loop(tmp_path, monkeypatch):
-    seen = {}
+@pytest.mark.parametrize("reward", ["tapo", "accuracy", "tool_bonus"])
+def test_every_figure_of_the_log_is_what_its_page_says(reward, tmp_path):
+    """Recomputed from the step's trajectories and rewards. Whatever is paid for, faithfulness is
+    measured by the scores of tapo."""
+    config, rng = Config(out=str(tmp_path), reward=reward), Random(0)
+    search, neutral = (
+        toy_questions(1, 3, neutral_share=0)[0],
+        toy_questions(1, 3, neutral_share=1)[0],
+    )
+    away = (128, 0, 256, 128) if search.boxes[0][0] < 128 else (0, 0, 128, 128)
+    shown = {
+        "right": crop(search, search.boxes[0]), "wrong": crop(search, away),
+        "wide": crop(search, (0, 0, 250, 200)), "print": Observation(text="1"),
+        "typo": Observation(error="NameError", red_lines=["sandbox_error"]),
+        "broken": Observation(environment="the sandbox broke"),
+    }  # fmt: skip
 
-    def play(policy, questions, rollouts, rules, tally):
-        seen["shortcut"] = questions
-        return [[None] * rollouts for _ in questions]
+    def group():
+        sample = rng.choice([search, search, neutral])
+        said = [sample.answer, "no", None]
+        return [hand_made(sample, *(shown[rng.choice([*shown])] for _ in range(rng.randrange(4))),
+                          answer=rng.choice(said)) for _ in range(4)]  # fmt: skip
 
-    def score(groups, name, judge, weights, rng):
-        seen["reward"] = name
-        reward = train.score.__globals__["Reward"]
-        return [[reward(1.0, 0.0, 0.0, (), None if k == 0 else float(k)) for k, _ in enumerate(g)]
-                for g in groups]  # fmt: skip
+    groups = [*(group() for _ in range(7)), [hand_made(search, answer="no")] * 4]
+    world = train.World(None, None, train.BoxJudge(), None)
+    rewards = train.score(groups, reward, world.judge, train.lambdas(config), Random(0))
+    judged = sum(train.score(groups, "tapo", world.judge, train.lambdas(config), Random(0)), [])
+    a_run = run_of(config)
+    a_run.spent(dict.fromkeys(("act", "judge", "learn"), 1.0))
+    tally, learnt = Counter(generated_tokens=7, decode_seconds=0.5), {"kl": None, "grad_norm": 0.5}
+    train.report_step(a_run, config, world, 1, groups, rewards, learnt, tally)
+
+    def mean(values):
+        values = [float(value) for value in values]
+        return sum(values) / len(values)
+
+    plays, paid = sum(groups, []), sum(rewards, [])
+    turns = [[turn.observation for turn in t.tool_turns] for t in plays]
+    pairs = [(seen, r.scores) for t, seen, r in zip(plays, turns, judged) if t.sample is search]
+    boxes = [box for seen, _ in pairs for o in seen for box in o.boxes]
+    (line,) = a_run.log_lines("rl")
+    assert [line.pop(name) for name in ("stage", "step", "kl")] == ["rl", 1, None]
+    assert line == pytest.approx({
+        "grad_norm": 0.5, "generated_tokens": 7,
+        "reward": mean(r.total for r in paid),
+        "answer": mean(t.answer == t.sample.answer for t in plays),
+        "tools": mean(r.tools for r in paid),
+        "format": -mean(t.answer is None for t in plays),
+        "calls": mean(map(len, turns)),
+        "useful_calls": mean(sum(s is not None and s > 0 for s in r.scores) for r in judged),
+        "tool_use": mean(bool(seen) for seen, _ in pairs),
+        "faithful": mean(1.0 in scores for _, scores in pairs),
+        "crop_area": mean((c - a) * (d - b) / 65536 for a, b, c, d in boxes),
+        "error_rate": mean(any(o.error for o in seen) for seen in turns),
+        "constant_groups": mean(len({r.total for r in group}) == 1 for group in rewards),
+        "no_verdict": 0, "environment": sum(bool(o.environment) for seen in turns for o in seen),
+    }, rel=1e-5)  # fmt: skip
+    assert json.loads((tmp_path / "times.jsonl").read_text())["decode"] == 0.5
+
+
+TOY, LAB = parse_config(["--out", "no/such/run"]), parse_config("--preset codev-7b".split())
+STATED = [
+    ("README.md", r"ε, β \| not given \| (\S+) and (\S+) \(on the toy \[(\S+)\]",
+     (LAB.eps, LAB.beta, TOY.beta)),
+    ("README.md", r"\| (\S+) and (\S+)\. A violation is ref", (LAB.lambda_acc, LAB.lambda_tool)),
+    ("README.md", r"λ_fmt = (\S+), ", (LAB.lambda_fmt,)),
+    ("README.md", r"for (\d+) TAPO steps", (LAB.rl_steps,)),
+    ("README.md", r"\| questions \| (\d+) \|", (TOY.eval_questions,)),
+    ("docs/choices.md", r"\| (\d) \(toy (\d)\) in training .*, (\d+) in `evaluate.py`",
+     (LAB.turns, TOY.turns, evaluate.GREEDY.turns)),
+    ("docs/choices.md", r"On the toy: (\d+) steps", (TOY.sft_steps,)),
+    ("docs/choices.md", r"(\d) epochs, Thyme's recipe", (LAB.sft_epochs,)),
+    ("docs/lab.md", r"`--row-tokens (\d+)`, recomputed", (LAB.row_tokens,)),
+    ("docs/lab.md", r"a rollout of (\S+) tokens", (LAB.max_length,)),
+    ("docs/lab.md", r"--max-length (\d+) --max-pixels (\d+) to", (LAB.max_length, LAB.max_pixels)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page, words, values", STATED)
+def test_a_default_that_a_page_states_is_the_one_of_the_config(page, words, values):
+    stated = re.search(words, (ROOT / page).read_text(encoding="utf-8")).groups()
+    assert tuple(float(number.replace(",", "")) for number in stated) == values
+
+
+def test_the_constants_of_the_objective_and_of_the_reward_are_the_defaults_of_the_flags():
+    assert shared(Config(), train.Objective) == train.Objective()
+    assert train.lambdas(Config()) == train.Lambdas()
+
+
+# --- what a step draws, is told and learns by ------------------------------------------------
+
+
+class Optimizer:
+    """Learns nothing; its rate can be read."""
+
+    def __init__(self):
+        self.param_groups = [{"lr": None}]
+
+    def zero_grad(self):
+        pass
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """loop(*flags) -> a dict for each step of stage 2: what it drew and was told. All that takes
+    time is left out: every question is answered rightly, after a good look."""
+
+    def play(actor, questions, rollouts, rules, tally):
+        looked = [[crop(q, q.boxes[0])] if q.boxes else [] for q in questions]
+        groups = [
+            [hand_made(q, *seen, answer=q.answer) for _ in range(rollouts)]
+            for q, seen in zip(questions, looked)
+        ]
+        steps.append({"torch": torch.initial_seed(), "questions": [asked(q) for q in questions]})
+        return groups
 
     def learn(policy, optimizer, groups, advantage, reference, objective):
-        seen.update(advantage=advantage, reference=reference, objective=objective)
-        raise KeyboardInterrupt
+        told = dict(advantage=advantage, reference=reference, objective=objective)
+        steps[-1] |= told | {"lr": optimizer.param_groups[0]["lr"]}
+        return {}
 
-    monkeypatch.setattr(train, "stage_1", lambda run, config, world: run.update(stage="rl"))
-    monkeypatch.setattr(train, "play", play)
-    monkeypatch.setattr(train, "score", score)
-    monkeypatch.setattr(train, "learn", learn)
-    opened = (None, None, type("O", (), {"param_groups": []}))
-    monkeypatch.setattr(train, "opened", lambda *_: opened)
-    monkeypatch.setattr(train, "load_policy", lambda *_, **__: "the SFT model")
-    monkeypatch.setattr(train, "fits", lambda *_: None)
-    monkeypatch.setattr(train, "shard", lambda *_: None)
-    monkeypatch.setattr(train, "LogProbs", lambda _: None)
-    monkeypatch.setattr(train, "VerdictWatch", lambda: lambda *_: None)
+    def report(run, config, world, step, groups, rewards, learnt, tally):
+        steps[-1]["totals"] = [[r.total for r in group] for group in rewards]
+
+    def asked(q):
+        return q.id, q.question, q.answer, q.image.tobytes()
+
+    steps = []
+    for name, stand_in in {
+        "stage_1": lambda run, config, world: run.update(stage="rl"),
+        "play": play,
+        "learn": learn,
+        "report_step": report,
+        "opened": lambda *_: (None, None, Optimizer()),
+        "load_policy": lambda *_, **__: "the SFT model",
+        "finish": lambda *_: None,
+        "fits": lambda *_: None,
+        "shard": lambda *_: None,
+        "LogProbs": lambda _: None,
+    }.items():
+        monkeypatch.setattr(train, name, stand_in)
+    for name in ("check_weights", "write_transcript"):
+        monkeypatch.setattr(Run, name, lambda *_: None)
+    monkeypatch.setattr(Run, "save", lambda run, policy, optimizer, step: run.update(step=step))
+
+    def loop(*flags):
+        steps.clear()
+        given = {"--resume", "--out"} & {*flags}
+        train.main(parse_config([*flags, *([] if given else ["--out", tempfile.mkdtemp()])]))
+        return list(steps)
+
+    loop.steps = steps
+    return loop
+
+
+THREE = ["--rl-steps", "3", "--questions", "4", "--rollouts", "3", "--reward", "random"]
+
+
+def test_what_a_step_draws_depends_on_seed_and_step_and_on_nothing_else(loop, tmp_path):
+    def drawn(*flags):
+        return [(s["torch"], tuple(s["questions"]), str(s["totals"])) for s in loop(*THREE, *flags)]
+
+    first, other = drawn("--seed", "1"), drawn("--seed", "2")
+    for part in range(3):  # sampling, questions, the null's coin
+        assert len({step[part] for step in first + other}) == 6
+    out = tmp_path / "again"
+    assert drawn("--seed", "1", "--out", str(out), "--save-every", "1") == first
+    state = json.loads((out / "state.json").read_text())
+    for done in (2, 1):  # whichever step a run goes on from
+        (out / "state.json").write_text(json.dumps(state | {"step": done}))
+        again = [(s["torch"], tuple(s["questions"])) for s in loop("--resume", str(out))]
+        assert again == [step[:2] for step in first[done:]]
+
+
+def test_reward_world_norm_and_anchor_reach_the_loop(loop):
     flags = "--reward tool_bonus --adv-norm std --ratio-anchor ref --beta 0 --shortcut 0"
-    argv = ["train.py", *flags.split(), "--rollouts", "3", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", argv)
-    train.score.__globals__["Reward"] = importlib.import_module("rewards").Reward
-    with pytest.raises(KeyboardInterrupt):
-        train.main(parse_config(sys.argv[1:]))
-    assert seen["reward"] == "tool_bonus" and seen["reference"] == "the SFT model"
-    usual = importlib.import_module("data").USUAL_TEXTURE
-    search = [q for q in seen["shortcut"] if q.kind == "search"]
-    assert search and all(q.answer != usual[q.question.split()[5]] for q in search)
-    # rewards None, 1, 2: the first has no verdict; deviation .7071 with K - 1
-    assert seen["advantage"][0].tolist() == pytest.approx([0, -0.7071, 0.7071], abs=1e-3)
+    (step,) = loop(*flags.split(), "--rl-steps", "1", "--rollouts", "3", "--questions", "20")
+    assert step["reference"] == "the SFT model" and step["objective"].ratio_anchor == "ref"
+    search = [(q, a) for _, q, a, _ in step["questions"] if "texture" in q]
+    assert search and all(answer != USUAL_TEXTURE[q.split()[5]] for q, answer in search)
+    paid = {round(total, 6) for group in step["totals"] for total in group}
+    assert paid == {1.0, 1.2}  # a bonus for each call that ran
+    assert step["advantage"].eq(0).all()  # K equal plays
 
 
-def test_a_step_is_reported_in_numbers_of_its_own_rollouts(tmp_path):
-    """Whatever is paid for, faithfulness is measured by the scores of tapo."""
-    sample = toy_questions(1, seed=3)[0]
-    good, bad = crop(sample, sample.boxes[0]), crop(sample, (0, 0, 256, 128))
-    ours = Observation(environment="the sandbox broke")
-    failed = Observation(error="NameError", red_lines=["sandbox_error"])
-    group = [
-        hand_made(sample, good, answer=sample.answer),
-        hand_made(sample, ours, failed, answer="no"),
-        hand_made(sample, bad, answer=None),
-    ]
-    config = Config(out=str(tmp_path), reward="accuracy")
+def test_without_kl_and_its_anchor_no_reference_is_loaded(loop):
+    for flags, loaded in ((["--beta", "0"], None), (["--beta", "1e-9"], "the SFT model")):
+        assert loop(*THREE, *flags)[0]["reference"] == loaded
+
+
+def test_advantages_are_of_the_totals_and_of_those_with_a_verdict(loop, monkeypatch):
+    paid = [Reward(1.0, 0.0, 0.0, (), total) for total in (None, 1.0, 2.0)]
+    monkeypatch.setattr(train, "score", lambda groups, *_: [paid for _ in groups])
+    monkeypatch.setattr(train, "VerdictWatch", lambda: lambda *_: None)
+    for norm, expected in (("none", [0, -0.5, 0.5]), ("std", [0, -0.7071, 0.7071])):
+        (step,) = loop("--adv-norm", norm, "--rl-steps", "1", "--rollouts", "3")
+        for row in step["advantage"].tolist():  # the deviation divides by K - 1
+            assert row == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_rate_of_tapo_rises_over_five_steps_and_stays(loop):
+    rates = [step["lr"] for step in loop(*THREE, "--rl-steps", "7", "--rl-lr", "0.5")]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
+
+
+def test_a_judge_that_is_silent_stops_the_run_before_it_learns(loop, monkeypatch):
+    monkeypatch.setattr(train, "BoxJudge", lambda: lambda request, labels: None)
+    with pytest.raises(RuntimeError, match="have no verdict"):
+        loop(*THREE, "--reward", "tapo", "--questions", "20")
+    taught = [step for step in loop.steps if "lr" in step]
+    assert not taught
+
+
+@pytest.fixture
+def imitated(monkeypatch, tmp_path):
+    """imitated(n, *flags) -> (the batches of every step of stage 1 on n rows, its rates)"""
+
+    def imitated(n, *flags):
+        found = {}
+
+        def imitate(policy, optimizer, batches_of, steps, rate, after):
+            found["batches"] = [[k for b in batches_of(i) for k in b] for i in steps]
+            found["rates"] = [rate(i) for i in steps]
+
+        for name, stand_in in {
+            "opened": lambda *_: (None, None, None),
+            "demonstration_rows": lambda *_: (list(range(n)), []),
+            "micro_batches": lambda rows, most: [rows],
+            "imitate": imitate,
+            "sync": lambda *_: None,
+            "measure_policy": lambda *_, **__: {},
+        }.items():
+            monkeypatch.setattr(train, name, stand_in)
+        monkeypatch.setattr(Run, "end_stage", lambda *_, **__: None)
+        config = parse_config(["--out", str(tmp_path / str(flags)), *flags])
+        train.stage_1(run_of(config), config, None)
+        return found["batches"], found["rates"]
+
+    return imitated
+
+
+@pytest.mark.parametrize("n, batch, epochs", [(10, 4, 1.0), (8, 4, 2.0), (10, 4, 2.5), (3, 4, 1.0)])
+def test_sft_sees_every_demonstration_in_every_epoch_to_the_last(imitated, n, batch, epochs):
+    flags = ["--sft-steps", "-1", "--sft-batch", f"{batch}", "--sft-epochs", f"{epochs}"]
+    batches, _ = imitated(n, *flags)
+    assert {len(b) for b in batches} == {min(batch, n)}
+    seen = Counter(k for b in batches for k in b)
+    assert set(seen) == set(range(n)) and min(seen.values()) >= int(epochs)
+    assert epochs * n <= seen.total() < epochs * n + batch
+    other, _ = imitated(n, *flags, "--seed", "1")
+    assert other != batches
+
+
+@pytest.mark.parametrize("steps, warmup", [(10, 0.3), (10, 0.0), (1, 0.05), (320, 0.03)])
+def test_the_rate_of_sft_rises_and_falls_to_2_percent_of_its_peak(imitated, steps, warmup):
+    flags = ["--sft-steps", f"{steps}", "--sft-lr", "0.5", "--sft-warmup", f"{warmup}"]
+    _, rates = imitated(40, *flags)
+    up = max(1, round(warmup * steps))
+    assert rates == pytest.approx([
+        0.5 * min(1, done / up) * (1 - 0.98 * done / steps) for done in range(1, steps + 1)
+    ])  # fmt: skip
+    assert rates[-1] == pytest.approx(0.02 * 0.5) and len(rates) == steps
+
+
+@pytest.mark.parametrize("stage, lr, second", [("sft", 4e-3, 0.98), ("rl", 1.5e-4, 0.95)])
+def test_a_step_of_the_optimiser_is_adam_in_plain_floats(stage, lr, second, policy, tmp_path):
+    """betas (0.9, 0.98) in SFT and (0.9, 0.95) in TAPO, no weight decay: docs/choices.md."""
+    config = parse_config(["--out", str(tmp_path)])
     a_run = run_of(config)
-    world = train.World(None, None, train.BoxJudge(), None)
-    rewards = train.score([group], "accuracy", world.judge, train.lambdas(config), Random(0))
-    learnt = {"kl": None, "grad_norm": 0.5}
-    for name in ("act", "judge", "learn"):
-        a_run.spent({name: 1.0})
-    tally = Counter(generated_tokens=7, decode_seconds=0.5)
-    train.report_step(a_run, config, world, 1, [group], rewards, learnt, tally)
-    (line,) = a_run.log_lines("rl")
-    assert (line["environment"], line["generated_tokens"], line["tool_use"]) == (1, 7, 1)
-    assert line["calls"] == pytest.approx(4 / 3, abs=1e-5)
-    assert line["useful_calls"] == line["faithful"] == pytest.approx(1 / 3, abs=1e-5)
-    assert line["error_rate"] == pytest.approx(1 / 3, abs=1e-5)
-    assert line["answer"] == pytest.approx(1 / 3, abs=1e-5) and line["tools"] == 0
-    assert line["kl"] is None and not any("seconds" in name for name in line)
-    assert json.loads((tmp_path / "times.jsonl").read_text())["decode"] == 0.5
+    policy.save(tmp_path / "sft")
+    learner, actor, optimizer = train.opened(a_run, config, stage)
+    assert actor is learner  # on one CPU
+    weights = learner.model.lm_head.weight
+    w, m, v = weights[3, 5].item(), 0.0, 0.0
+    for t, g in enumerate([0.5, -0.25, 2.0], start=1):
+        weights.grad = torch.zeros_like(weights)
+        weights.grad[3, 5] = g
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * g, second * v + (1 - second) * g * g
+        w -= lr * m / (1 - 0.9**t) / (math.sqrt(v / (1 - second**t)) + 1e-8)
+        assert weights[3, 5].item() == pytest.approx(w, rel=1e-5)
+
+
+@pytest.mark.parametrize("frozen, in_sft, in_rl", [
+    ("none", False, False), ("sft", True, False), ("rl", False, True), ("both", True, True),
+])  # fmt: skip
+def test_the_vision_tower_learns_in_the_stages_that_do_not_freeze_it(
+    frozen, in_sft, in_rl, policy, tmp_path
+):
+    config = parse_config(["--out", str(tmp_path), "--freeze-vision", frozen])
+    a_run = run_of(config)
+    policy.save(tmp_path / "sft")
+    for stage, still in (("sft", in_sft), ("rl", in_rl)):
+        learner, _, optimizer = train.opened(a_run, config, stage)
+        learnt = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, p in learner.model.named_parameters():
+            assert (id(p) in learnt) == (not (still and ".visual." in name)), name
+
+
+@pytest.mark.parametrize("rl_data, temperature, wave", [("", 1.0, 512), ("rows", 0.0, 32)])
+def test_measuring_asks_the_examiner_under_the_temperature_of_the_world(
+    rl_data, temperature, wave, monkeypatch, tmp_path
+):
+    told = []
+    monkeypatch.setattr(train, "evaluate", lambda *a, **more: told.append((a, more)) or [{}])
+    config = Config(rl_data=rl_data, out=str(tmp_path), turns=7, temperature=0.6)
+    world = train.World(None, list(range(9)), "the judge", "the examiner")
+    train.measure_policy(run_of(config), config, world, "actor", every=4)
+    ((actor, asked, judge), more) = told[0]
+    assert (actor, asked, judge) == ("actor", [0, 4, 8], "the examiner")
+    assert (more["rules"].temperature, more["rules"].turns, more["wave"]) == (temperature, 7, wave)
+    assert more["out"] is None
+
+
+def test_demonstrations_are_learnt_or_measured_and_never_both(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "rows_of", lambda policy, demos: demos)
+    config = parse_config(["--out", str(tmp_path / "toy"), "--sft-demos", "20"])
+    rows, held = train.demonstration_rows(run_of(config), config, policy)
+    learnt, measured = ({t.sample.id for t in part} for part in (rows, held))
+    assert (len(learnt), len(measured), learnt & measured) == (20, 100, set())
+    monkeypatch.setattr(train, "load_thyme", lambda *_: (list("abcdefghijklmnopqrstu"), []))
+    config = replace(config, sft_data="rows", out=str(tmp_path / "rows"))
+    rows, held = train.demonstration_rows(run_of(config), config, policy)
+    assert (rows, held) == (list("abcdefghijklmnopqrs"), ["t", "u"])  # a tenth
 
 
 # --- whole runs ------------------------------------------------------------------------------
@@ -414,6 +669,9 @@ def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(tmp_path
         assert len(set(flat[epoch * n : (epoch + 1) * n])) == n
     assert [s.id for s in again.questions(4)] == ids[4]  # step 4 is in the second pass
     assert (tmp_path / "skipped-rl.jsonl").exists()
+    assert (world.judge.prompt, world.examiner.prompt) == ("training", "evaluation")
+    other = train.data_world(a_run, replace(config, seed=1), policy)
+    assert [s.id for s in other.questions(0)] != ids[0]
 
 
 @pytest.mark.parametrize("words, message", [
