@@ -114,14 +114,6 @@ def test_what_code_printed_is_cut_behind_the_limit_and_told_so(log, limit):
     assert told == (whole if len(log) <= limit else log[:limit] + " ...")
 
 
-@pytest.mark.parametrize("text, code", [
-    ("<code>1", "1"), ("<code>1</code> so <code>2", "1\n2"), ("<code>1 <code>2", None)
-])  # fmt: skip
-def test_one_missing_end_of_code_is_forgiven_to_who_ended_the_message(text, code):
-    assert data.parse(text, closed=True) == (code, None)
-    assert data.parse(text, closed=False)[0] == ("1" if "</code>" in text else None)
-
-
 def test_bad_arguments_say_what_was_expected():
     with pytest.raises(ValueError, match="between 0 and 1, got 1.5"):
         toy_questions(1, 0, shortcut=1.5)
