@@ -352,7 +352,8 @@ def play_perturbed(
             if listen(policy, copy, seen, policy.pictures(seen.images), rules):
                 live[id(copy)] = perturbing(sandbox, image, rng)
         if live:
-            play_on(policy, [copy for copy in copies if id(copy) in live], live, rules)
+            left = [copy for copy in copies if id(copy) in live]
+            play_on(policy, left, lambda t: live[id(t)], rules)
     return copies
 
 

@@ -17,7 +17,7 @@ Symbols     R reward   A advantage   ratio = pi_new / pi_old   eps clip range   
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from data import IMAGE
+from kit.caches import packed
 from kit.processes import gathered, level, parts, processes, whole
 from kit.qwen import Picture, Policy
 from rollout import Trajectory
@@ -141,19 +142,6 @@ def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
         pictures += t.images[t.prompt_images :]
     of_slots, of_acted = torch.tensor([ids, segment]), torch.tensor([keep, labels, owner]).long()
     return Row(*of_slots, torch.cat(positions, -1), *of_acted, pictures)  # [2, L], [3, L], [3, n]
-
-
-def packed(items: list, size: Callable[[list], int], budget: int) -> Iterator[list]:
-    """The items in their order, as many at a time as have a `size` within the budget together.
-    One that is above it by itself goes alone."""
-    part = []
-    for item in items:
-        if part and size([*part, item]) > budget:
-            yield part
-            part = []
-        part.append(item)
-    if part:
-        yield part
 
 
 def group_rows(policy: Policy, group: list[tuple[int, Trajectory]], row_tokens: int) -> list[Row]:

@@ -24,20 +24,22 @@ Shapes      B rows in play   L slots so far, padding included (see Batch)   P pa
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor
+from transformers import LogitsProcessor
 
 from data import TAGS, Sample, crop_turn, messages, observation_text, toy_questions
+from kit.caches import Kept, apart, left_pad, packed, together
 from kit.grammar import end_of_turn, ending, endings
 from kit.qwen import Encoded, Picture, Policy, load
 from sandbox import Limits, Observation, Sandbox
@@ -196,23 +198,78 @@ def listen(
 # One turn of many trajectories
 
 
+@dataclass(eq=False)
+class Player:
+    """A trajectory in play, and what its next token needs."""
+
+    t: Trajectory
+    sandbox: Sandbox
+    kept: Kept = field(default_factory=list)  # the KV cache of the ids that the model has read
+    pictures: int = 0  # how many of its images the model has read
+    said: list[int] = field(default_factory=list)  # of a turn that has not ended yet
+    program: Future | None = None  # that runs now; the player waits for it
+
+    @property
+    def read(self) -> int:
+        """How many of its ids the model has read."""
+        return len(self.kept[0][0]) if self.kept else 0
+
+
+READ = 8192  # slots of one forward pass that reads, padding included; this sets memory
+STRIDE = 128  # tokens until those who have a turn to begin may join those who speak
+
+
+def read(policy: Policy, players: list[Player], tally: Counter) -> None:
+    """Let the model read what was shown since it last spoke: prompts, observations, pictures. The
+    last id of each stays unread: there `generate` starts."""
+
+    def width(player: Player) -> int:
+        return len(player.t.ids) - player.read
+
+    in_order = sorted(players, key=width)  # the last of a part is its longest
+    for part in packed(in_order, lambda part: len(part) * width(part[-1]), READ):
+        old = left_pad([p.t.ids[: p.read] for p in part], policy.pad_id, policy.device)
+        new = left_pad([p.t.ids[p.read : -1] for p in part], policy.pad_id, policy.device)
+        ids, mask = (torch.cat(pair, 1) for pair in zip(old, new))  # [B, L]
+        positions = policy.positions(ids, mask, [x.grid for p in part for x in p.t.images])
+        unread = [picture for p in part for picture in p.t.images[p.pictures :]]
+        tally["prefilled_tokens"] += sum(p.t.acted[p.read :].count(False) for p in part)
+        tally["images"] += len(unread)
+        cache = together([p.kept for p in part])
+        with stopwatch(tally, "prefill"):
+            policy.model.eval()(
+                input_ids=new[0],
+                attention_mask=mask,
+                position_ids=positions[..., old[0].shape[1] :],
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **policy.model_images(unread),
+            )
+        for player, kept in zip(part, apart(cache, mask)):
+            player.kept, player.pictures = kept, len(player.t.images)
+
+
 class SeededSampling(LogitsProcessor):
     """a_t ~ pi_theta(. | x, h) of Eq. 2, drawn by what belongs to the trajectory alone.
 
     The sampler of `generate` draws for a whole batch. What a row says would then depend on
-    which rows it sits with: on the size of a wave, on the number of processes, on whose
+    which rows it sits with: on how many there is room for, on the number of processes, on whose
     program was slow. Here turn t of a trajectory has a random stream of its own, made from
     (its seed, t). Token i is the first whose cumulated probability exceeds the i-th number of
     that stream. The scores become 1 from this token on and 0 before it, and greedy `generate`
     takes the first of the highest.
     """
 
-    def __init__(self, batch: Batch, rules: Rules) -> None:
-        self.start, self.temperature = batch.ids.shape[1], rules.temperature
-        seeds = [random.Random(f"{t.seed} {len(t.turns)}").getrandbits(63) for t in batch.live]
-        streams = [torch.Generator().manual_seed(seed) for seed in seeds]  # alike on every machine
-        draws = [torch.rand(rules.max_new_tokens, generator=stream) for stream in streams]
-        self.draws = torch.stack(draws).to(batch.ids.device)  # [B, max_new_tokens]
+    def __init__(self, policy: Policy, players: list[Player], start: int, rules: Rules) -> None:
+        self.start, self.temperature = start, rules.temperature
+        draws = []
+        for p in players:
+            seed = random.Random(f"{p.t.seed} {len(p.t.turns)}").getrandbits(63)
+            stream = torch.Generator().manual_seed(seed)  # alike on every machine
+            numbers = torch.rand(rules.max_new_tokens, generator=stream)
+            draws.append(numbers.roll(-len(p.said)))  # what it has said took the first ones
+        self.draws = torch.stack(draws).to(policy.device)  # [B, max_new_tokens]
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # scores [B, V]
         p = (scores / self.temperature).softmax(-1, dtype=torch.float64)  # [B, V]
@@ -224,109 +281,34 @@ class SeededSampling(LogitsProcessor):
         return (beyond & (p > 0)).float()
 
 
-def left_pad(rows: list[list[int]], fill: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Lists of ids -> (ids, mask), both [B, L]. Left: the last column is real for every row."""
-    width = max(map(len, rows))
-    ids = [[fill] * (width - len(row)) + row for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-@dataclass(eq=False)
-class Batch:
-    """Rows that speak at the same time, and all that their next turn needs. Of the L slots of
-    ids and mask the cache holds the first C < L. The model has yet to read the other slots, and
-    the pictures in them. (A tail is what `generate` writes behind a row that stopped early.)"""
-
-    ids: Tensor  # [B, L]
-    mask: Tensor  # [B, L] 0 where a slot is padding or a tail
-    cache: DynamicCache
-    live: list[Trajectory]  # B
-    unread: list[Picture] = field(default_factory=list)  # images the cache does not hold yet
-    programs: Sequence[Future] = ()  # B that run now; none before the first turn
-
-    def rows(self, keep: list[int], programs: Sequence[Future] = ()) -> Batch:
-        """Some rows as a batch of their own, and the programs that they now wait for."""
-        if len(keep) == len(self.live):
-            return replace(self, programs=programs)  # nobody leaves: no copy
-        cache = DynamicCache()
-        for i, layer in enumerate(self.cache.layers):
-            cache.update(layer.keys[keep], layer.values[keep], i)
-        live = [self.live[i] for i in keep]
-        return Batch(self.ids[keep], self.mask[keep], cache, live, programs=programs)
-
-    def squeeze(self) -> None:
-        """A masked slot is dead: no row looks at it. Once a fifth of the cached slots are dead in
-        every row, drop them. Attention does not care where a masked slot stands, so each row's
-        dead slots move to the front, where as many are cut off as every row has."""
-        C = self.cache.get_seq_length()  # cached slots
-        alive = int(self.mask[:, :C].sum(1).max())
-        if alive > 0.8 * C:
-            return
-        order = self.mask[:, :C].argsort(dim=1, stable=True)[:, C - alive :]  # [B, alive]
-        self.ids = torch.cat([self.ids.gather(1, order), self.ids[:, C:]], 1)
-        self.mask = torch.cat([self.mask.gather(1, order), self.mask[:, C:]], 1)
-        for layer in self.cache.layers:  # [B, heads, C, width]
-            index = order[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
-            layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
-
-    def observe(self, pieces: list[Encoded], pad: int) -> None:
-        """Append what each row was shown, padded on the left."""
-        ids, mask = left_pad([piece.ids for piece in pieces], pad, self.ids.device)
-        self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
-        self.unread = [picture for piece in pieces for picture in piece.pictures]
-
-
-def prefill(policy: Policy, wave: list[Trajectory], rollouts: int, tally: Counter) -> Batch:
-    """The batch before the next turn. `rollouts` neighbours share their history. It is encoded
-    once, images included, and then the cache is copied. The last token of each history stays
-    unread: there `generate` starts."""
-    first = wave[::rollouts]
-    ids, mask = left_pad([t.ids for t in first], policy.pad_id, policy.device)
-    pictures = [picture for t in first for picture in t.images]
-    positions = policy.positions(ids, mask, [picture.grid for picture in pictures])
-    cache = DynamicCache(config=policy.model.config)
-    with stopwatch(tally, "prefill"):
-        policy.model.eval()(
-            input_ids=ids[:, :-1],
-            attention_mask=mask[:, :-1],
-            position_ids=positions[..., :-1],
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **policy.model_images(pictures),
-        )
-    tally["prefilled_tokens"] += sum(len(t.ids) for t in first)
-    tally["images"] += len(pictures)
-    cache.batch_repeat_interleave(rollouts)
-    ids, mask = (x.repeat_interleave(rollouts, 0) for x in (ids, mask))
-    return Batch(ids, mask, cache, wave)
-
-
-def next_turn(policy: Policy, batch: Batch, rules: Rules, tally: Counter) -> list[list[int]]:
-    """One turn of every row: its new ids. They are appended to the batch. Rows that stopped
-    early have pads behind them, and mask 0 hides those from all that follows."""
-    grids = [picture.grid for t in batch.live for picture in t.images]
-    thoughts = [t.thinking for t in batch.live]
+def continue_turns(
+    policy: Policy, players: list[Player], rules: Rules, tally: Counter
+) -> list[bool]:
+    """Everyone goes on with its turn, for STRIDE tokens at most: more in `said`, and has the turn
+    ended? Rows that stop early have pads behind them, which nobody looks at again."""
+    ids, mask = left_pad([p.t.ids + p.said for p in players], policy.pad_id, policy.device)
+    L, grids = ids.shape[1], [picture.grid for p in players for picture in p.t.images]
+    starts = [L - len(p.said) for p in players]
+    stop = end_of_turn(policy.tokenizer, starts, [p.t.thinking for p in players])
+    cache = together([p.kept for p in players])  # L - 1 slots
     ids = policy.generate(
-        rules.max_new_tokens,
-        input_ids=batch.ids,
-        attention_mask=batch.mask,
-        position_ids=policy.positions(batch.ids, batch.mask, grids),
-        cache=batch.cache,
-        logits_processor=[SeededSampling(batch, rules)] if rules.temperature > 0 else [],
-        stopping_criteria=[end_of_turn(policy.tokenizer, batch.ids.shape[1], thoughts)],
-        **policy.model_images(batch.unread),
+        min(STRIDE, *(rules.max_new_tokens - len(p.said) for p in players)),
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=policy.positions(ids, mask, grids),
+        cache=cache,
+        logits_processor=[SeededSampling(policy, players, L, rules)] * (rules.temperature > 0),
+        stopping_criteria=[stop],
     )
-    new = ids[:, batch.ids.shape[1] :]  # [B, longest turn]
+    new = ids[:, L:]  # [B, at most STRIDE]
     alive = new != policy.pad_id  # forbidden to the policy: generate writes it behind a stop
-    lengths = alive.sum(1).tolist()
-    tally["prefilled_tokens"] += sum(len(t.ids) - t.turns[-1].end for t in batch.live if t.turns)
+    ended = stop(ids, None) | ~alive[:, -1] | (new[:, -1] == policy.end_id)
+    lengths, kept = alive.sum(1).tolist(), apart(cache, torch.cat([mask, alive], 1))
+    for player, row, n, player.kept in zip(players, new.tolist(), lengths, kept):
+        player.said += row[:n]
     tally["generated_tokens"] += sum(lengths)
-    tally["images"] += len(batch.unread)
-    batch.unread = []
-    batch.ids, batch.mask = ids, torch.cat([batch.mask, alive.long()], 1)
-    return [row[:n] for row, n in zip(new.tolist(), lengths)]
+    full = [len(p.said) == rules.max_new_tokens for p in players]
+    return [any(reasons) for reasons in zip(ended.tolist(), full)]
 
 
 @contextmanager
@@ -355,97 +337,93 @@ def play(
     Raises ValueError if the KV cache has no room for one group, TooLong if a prompt is too long.
     """
     seed = torch.randint(2**62, ()).item()
-    fit = policy.rows_that_fit(rules.max_length, rules.kv_budget_gb)
-    if fit < rollouts:
-        raise ValueError(
-            f"the KV cache has room for {fit} rows of --max-length {rules.max_length}, but a group "
-            f"has {rollouts}: raise --kv-budget-gb, or lower --max-length or --rollouts"
-        )
-    groups: list[list[Trajectory]] = []
-    per_wave = fit // rollouts  # a wave: as many groups as fit in memory
-    for i in range(0, len(samples), per_wave):
-        for sample in samples[i : i + per_wave]:
-            prompt = encode_prompt(policy, sample)
-            check_fits(policy, sample, prompt, rules)
-            seeds = [f"dice {seed} {sample.id} {k}" for k in range(rollouts)]
-            groups.append([begin(sample, prompt, own) for own in seeds])
-        wave = [t for group in groups[i:] for t in group]
-        confine = rules.limits, rules.allow_weak_sandbox
-        sandboxes = {id(t): Sandbox(t.sample.image, *confine) for t in wave}
-        play_on(policy, wave, sandboxes, rules, rollouts, tally)
+    groups = []
+    for sample in samples:
+        prompt = encode_prompt(policy, sample)
+        check_fits(policy, sample, prompt, rules)
+        seeds = [f"dice {seed} {sample.id} {k}" for k in range(rollouts)]
+        groups.append([begin(sample, prompt, own) for own in seeds])
+    confine = rules.limits, rules.allow_weak_sandbox
+    new_sandbox = lambda t: Sandbox(t.sample.image, *confine)  # noqa: E731
+    play_on(policy, sum(groups, []), new_sandbox, rules, rollouts, tally)
     return groups
 
 
 @torch.no_grad()
 def play_on(
     policy: Policy,
-    wave: list[Trajectory],
-    sandboxes: dict[int, Sandbox],
+    trajectories: list[Trajectory],
+    sandbox_of: Callable[[Trajectory], Sandbox],
     rules: Rules,
     rollouts: int = 1,
     tally: Counter | None = None,
 ) -> None:
     """Eq. 2 from the middle: act, run, observe, until every episode is over. In each
     trajectory it is the policy's turn, and `rollouts` neighbours share their history so far.
-    `sandboxes` has one for each id(trajectory), in the state that its code left; it is closed
-    at the end. All trajectories must fit in the KV cache at once (Policy.rows_that_fit)."""
+    Its sandbox is in the state that its code left, and is closed at the end. As many groups play
+    at a time as the KV cache has room for; others join when those have ended."""
     tally = Counter() if tally is None else tally
-    pool = ThreadPoolExecutor(rules.sandboxes)
+    fit = policy.rows_that_fit(rules.max_length, rules.kv_budget_gb)
+    if fit < rollouts:
+        raise ValueError(
+            f"the KV cache has room for {fit} rows of --max-length {rules.max_length}, but a group "
+            f"has {rollouts}: raise --kv-budget-gb, or lower --max-length or --rollouts"
+        )
+    pool, waiting = ThreadPoolExecutor(rules.sandboxes), trajectories
+    playing: list[Player] = []
 
-    def run(t: Trajectory, code: str) -> tuple[Observation, list[Picture]]:
-        observation = sandboxes[id(t)].run(code)
+    def run(player: Player, code: str) -> tuple[Observation, list[Picture]]:
+        observation = player.sandbox.run(code)
         return observation, policy.pictures(observation.images)  # other programs run meanwhile
 
-    def close_ended(trajectories: list[Trajectory]) -> None:
-        for t in trajectories:
-            if t.ended:
-                pool.submit(sandboxes[id(t)].close)
-
     try:
-        batches = [prefill(policy, wave, rollouts, tally)]
-        while batches:
-            batch = take_ready(batches)
-            if batch.programs:
-                # Observe. Finished rows leave; the others get what their code showed.
-                rows = zip(batch.live, batch.programs)
-                pieces = [listen(policy, t, *program.result(), rules) for t, program in rows]
-                stay = [row for row, piece in enumerate(pieces) if piece is not None]
-                close_ended(batch.live)
-                if not stay:
-                    continue
-                batch = batch.rows(stay)
-                batch.squeeze()
-                batch.observe([pieces[row] for row in stay], policy.pad_id)
+        while waiting or playing:
+            # Who has ended leaves. Whole groups join as soon as there is room for them: what their
+            # rollouts share is read once.
+            for player in playing:
+                if player.t.ended:
+                    player.kept.clear()
+                    pool.submit(player.sandbox.close)
+            playing = [player for player in playing if not player.t.ended]
+            room = (fit - len(playing)) // rollouts * rollouts
+            joining = [Player(t, sandbox_of(t)) for t in waiting[:room]]
+            playing, waiting = playing + joining, waiting[room:]
+            read(policy, joining[::rollouts], tally)
+            for i, player in enumerate(joining):
+                first = joining[i - i % rollouts]
+                player.kept, player.pictures = [*first.kept], first.pictures
 
-            # Act. One turn of every row; code starts to run at once, a thread per program.
-            with stopwatch(tally, "decode"):
-                replies = next_turn(policy, batch, rules, tally)
-            codes = [speak(policy, t, reply) for t, reply in zip(batch.live, replies)]
-            close_ended(batch.live)
-            acting = [row for row, code in enumerate(codes) if code is not None]
-            programs = {row: pool.submit(run, batch.live[row], codes[row]) for row in acting}
+            # Observe what the programs showed that have ended.
+            back = [player for player in playing if player.program and player.program.done()]
+            for player in back:
+                listen(policy, player.t, *player.program.result(), rules)
+                player.program = None
+            read(policy, [player for player in back if not player.t.ended], tally)
 
-            # A slow program delays its own row only: the others go on as a batch of their own.
+            # Act. Code starts to run when its turn has ended, a thread per program.
+            speaking = [p for p in playing if p.program is None and not p.t.ended]
+            if speaking:
+                with stopwatch(tally, "decode"):
+                    ended = continue_turns(policy, speaking, rules, tally)
+                for player in itertools.compress(speaking, ended):
+                    code, player.said = speak(policy, player.t, player.said), []
+                    if code is not None:
+                        player.program = pool.submit(run, player, code)
+
+            # A slow program delays its own row only: it is waited for if nobody else can go on.
+            new, all_ = ([p.program for p in them if p.program] for them in (speaking, playing))
             with stopwatch(tally, "sandbox"):
-                wait(programs.values(), timeout=rules.patience)
-            quick = [row for row in acting if programs[row].done()]
-            slow = [row for row in acting if row not in quick]
-            for part in filter(None, (quick, slow)):
-                batches.append(batch.rows(part, [programs[row] for row in part]))
+                if speaking:
+                    wait(new, timeout=rules.patience)
+                else:
+                    wait(all_, return_when=FIRST_COMPLETED)
     finally:  # after an error: no program outlives it, and none begins
-        pool.shutdown(cancel_futures=not all(t.ended for t in wave))
-        for sandbox in sandboxes.values():
-            sandbox.close()
-
-
-def take_ready(batches: list[Batch]) -> Batch:
-    """Remove and return the first batch whose programs have all ended; wait until one has."""
-    while True:
-        running = {program for batch in batches for program in batch.programs if not program.done()}
-        for i, batch in enumerate(batches):
-            if running.isdisjoint(batch.programs):
-                return batches.pop(i)
-        wait(running, return_when=FIRST_COMPLETED)
+        for player in playing:
+            if player.program:
+                player.program.cancel()
+        pool.shutdown()
+        for player in playing:
+            player.sandbox.close()
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def without_tools(policy: Policy, played: Played, rules: Rules) -> Iterator[Traj
         direct = {k: played[k] for k in wave}
         cut = {k: answer_now(policy, t, 0) for k, t in direct.items() if t.tool_turns}
         if cut:
-            play_on(policy, [*cut.values()], {id(t): refusing for t in cut.values()}, once)
+            play_on(policy, [*cut.values()], lambda t: refusing, once)
         for t in cut.values():
             answer, closed, _ = t.turns[-1].text.partition("</answer>")  # (answer_now opened it)
             t.answer, t.ended = (answer.strip(), "answered") if closed else (None, "length")

@@ -110,19 +110,19 @@ def ending_tokens(tokenizer) -> set[int]:
     return {i for i, text in zip(ids, texts) if ">" in text or "\n" in text}
 
 
-def end_of_turn(tokenizer, start: int = 0, thoughts: Sequence[bool] = (False,)) -> Callable:
-    """The stopping rule of `generate`: [B, L] ids -> [B] has the turn in ids[:, start:] ended?
+def end_of_turn(tokenizer, starts: Sequence[int], thoughts: Sequence[bool]) -> Callable:
+    """The stopping rule of `generate`: [B, L] ids -> [B] has the turn in ids[b, starts[b]:] ended?
     (`generate` itself stops a row at the end of its message.) A row is read only
     when its newest token may end it. thoughts: of each row, Trajectory.thinking."""
     may_end = ending_tokens(tokenizer)
 
-    def ended(row, thought: bool) -> bool:
+    def ended(row, start: int, thought: bool) -> bool:
         text = tokenizer.decode(row[start:], skip_special_tokens=True)
         return ending(text, False, thought) is not None
 
     def stop(ids, scores):
-        rows = zip(ids[:, -1].tolist(), ids, thoughts)
-        done = [last in may_end and ended(row, thought) for last, row, thought in rows]
+        rows = zip(ids[:, -1].tolist(), ids, starts, thoughts)
+        done = [last in may_end and ended(*row) for last, *row in rows]
         return ids.new_tensor(done).bool()
 
     return stop

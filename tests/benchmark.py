@@ -38,6 +38,7 @@ import rollout
 from beyond.tiny import tiny_tokenizer
 from data import TAGS, Sample
 from grpo import LogProbs, Objective, advantage_std, group_row, learn, log_probs
+from kit.caches import left_pad
 from kit.qwen import ImageProcessor, Model, Policy
 from rollout import Rules, begin, encode_prompt, play, speak
 from sandbox import Limits, Observation, Sandbox
@@ -122,7 +123,7 @@ def plain_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = T
     rules = Rules(turns=turns, max_new_tokens=NEW, max_length=8192)
     rows = [begin(sample, encode_prompt(policy, sample)) for _ in range(rollouts)]
     for _ in range(turns):
-        ids, mask = rollout.left_pad([t.ids for t in rows], policy.pad_id, policy.device)
+        ids, mask = left_pad([t.ids for t in rows], policy.pad_id, policy.device)
         output = policy.model.generate(
             input_ids=ids, attention_mask=mask,
             mm_token_type_ids=(ids == policy.image_id).int(),

@@ -78,31 +78,36 @@ class _Force(LogitsProcessor):
 def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, list[torch.Tensor]]]:
     """Inside, the i-th rollout that `play` begins says scripts[i], turn by turn, through the real
     generate. Yields {id(trajectory): [raw logits [tokens, V] of each of its turns]}."""
-    original, heard, roles = rollout.next_turn, {}, {}
+    original, heard, roles = rollout.continue_turns, {}, {}
 
-    def forced(policy, batch, rules, tally):
-        for t in batch.live:
-            roles.setdefault(id(t), scripts[len(roles) % len(scripts)])
-            heard.setdefault(id(t), [])
-        said = [roles[id(t)][len(t.turns)] for t in batch.live]
-        rows = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
-        generate, start = policy.model.generate, batch.ids.shape[1]
+    def forced(policy, players, rules, tally):
+        for p in players:
+            roles.setdefault(id(p.t), scripts[len(roles) % len(scripts)])
+            heard.setdefault(id(p.t), [])
+        said = [roles[id(p.t)][len(p.t.turns)] for p in players]
+        whole = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
+        rows = [words[len(p.said) :] for p, words in zip(players, whole)]
+        generate = policy.model.generate
 
         def with_logits(**inputs):
             inputs["generation_config"].output_logits = True
             inputs["generation_config"].return_dict_in_generate = True
+            start = inputs["input_ids"].shape[1]
             inputs["logits_processor"] = LogitsProcessorList([_Force(start, rows)])
             output = generate(**inputs)
-            for t, row, logits in zip(batch.live, rows, torch.stack(output.logits, 1)):
-                heard[id(t)].append(logits[: len(row)])
+            for p, row, logits in zip(players, rows, torch.stack(output.logits, 1)):
+                if p.said:  # the turn goes on
+                    heard[id(p.t)][-1] = torch.cat([heard[id(p.t)][-1], logits[: len(row)]])
+                else:
+                    heard[id(p.t)].append(logits[: len(row)])
             return output.sequences
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(policy.model, "generate", with_logits)
-            return original(policy, batch, rules, tally)
+            return original(policy, players, rules, tally)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "next_turn", forced)
+        patch.setattr(rollout, "continue_turns", forced)
         yield heard
 
 

@@ -69,7 +69,7 @@ def test_words_of_a_closed_thought_neither_end_nor_answer(text, after):
 def stopped(tokenizer, text, thought=False):
     """The tokens of `text` until `generate` would stop, and whether it would."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    stop = end_of_turn(tokenizer, 1, [thought])
+    stop = end_of_turn(tokenizer, [1], [thought])
     for n in range(1, len(ids) + 1):
         if stop(torch.tensor([[0, *ids[:n]]]), None).item():
             return ids[:n], True

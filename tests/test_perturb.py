@@ -58,18 +58,17 @@ def answers(text):
 def speaking(reply):
     """Inside, a policy says reply(trajectory): it may depend on what the trajectory was shown."""
 
-    def generate(policy, table, rules, tally):
-        said = [policy.encode(reply(policy, t), []).ids for t in table.live]
-        width = max(map(len, said))
-        new = [ids + [policy.pad_id] * (width - len(ids)) for ids in said]
-        mask = [[1] * len(ids) + [0] * (width - len(ids)) for ids in said]
-        table.ids = torch.cat([table.ids, torch.tensor(new)], 1)
-        table.mask = torch.cat([table.mask, torch.tensor(mask)], 1)
-        table.unread = []
-        return said
+    def said(policy, players, rules, tally):
+        for p in players:
+            p.said = policy.encode(reply(policy, p.t), []).ids
+            slots = len(p.t.ids) + len(p.said) - 1 - p.read
+            p.kept = [
+                tuple(torch.cat([x, x[:1].expand(slots, -1, -1)]) for x in pair) for pair in p.kept
+            ]
+        return [True] * len(players)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "next_turn", generate)
+        patch.setattr(rollout, "continue_turns", said)
         yield
 
 

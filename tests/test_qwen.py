@@ -25,6 +25,7 @@ import kit.qwen
 import rollout
 from data import TAGS, Sample, load_rl, parse, toy_questions
 from grpo import group_row, log_probs
+from kit.grammar import end_of_turn
 from kit.qwen import Model, Policy, freeze_vision
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sft import load_thyme, rows_of
@@ -116,7 +117,7 @@ def test_the_group_row_has_the_gradient_of_one_row_each(standin, played):
 def test_a_turn_ends_at_its_tag_however_the_tokens_merge(standin, tail):
     words = "x = f(1)</code>" + tail + "never said"
     ids = standin.tokenizer(words, add_special_tokens=False)["input_ids"]
-    end = rollout.end_of_turn(standin.tokenizer)
+    end = end_of_turn(standin.tokenizer, [0], [""])
     stopped = next(n for n in range(1, len(ids) + 1) if end(torch.tensor([ids[:n]]), None).item())
     said = standin.tokenizer.decode(ids[:stopped])
     assert "</code>" in said and "never" not in said

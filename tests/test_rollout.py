@@ -98,22 +98,38 @@ def test_alone_or_in_company_is_the_same(policy, samples, played):
             assert (a.log_softmax(-1) - b.log_softmax(-1)).abs().max() <= 1e-5
 
 
-def test_a_wave_holds_whole_groups_within_its_memory(policy, samples, monkeypatch):
-    sizes = []
-    generate = rollout.next_turn
+def test_whole_groups_join_as_soon_as_there_is_room(policy, samples, monkeypatch):
+    """Five rows fit, so two groups of two play. When two rows have left, the third group begins
+    beside those that are in their second turn, and nobody feels it."""
+    calls, go_on = [], rollout.continue_turns
 
-    def counting(policy, batch, *rest):
-        sizes.append(len(batch.ids))
-        return generate(policy, batch, *rest)
+    def noting(policy, players, *rest):
+        calls.append([f"{p.t.sample.id[-1]}:{len(p.t.turns)}" for p in players])
+        return go_on(policy, players, *rest)
 
-    monkeypatch.setattr(rollout, "next_turn", counting)
-    # 2 (keys, values) * 2 layers * 1 head * 32 wide * 4 bytes a slot, 512 slots a row, 5 rows
-    budget = 5.5 * 2 * 2 * 32 * 4 * 512 / 1e9
-    rules = Rules(turns=1, max_new_tokens=2, max_length=512, kv_budget_gb=budget)
+    monkeypatch.setattr(rollout, "continue_turns", noting)
+    # 2 (keys, values) * 2 layers * 1 head * 32 wide * 4 bytes a slot, 1024 slots a row, 5 rows
+    budget = 5.5 * 2 * 2 * 32 * 4 * 1024 / 1e9
+    rules = replace(RULES, max_length=1024, kv_budget_gb=budget, patience=60.0)
     assert policy.rows_that_fit(rules.max_length, rules.kv_budget_gb) == 5
-    groups = play(policy, samples[:3], 2, rules)
-    assert sizes == [4, 2]
+    scripts = [[SHORT], [LOOK, PRINT, SHORT], [SHORT], [LOOK, SHORT], [TWO, SHORT], [SHORT]]
+    with scripted(policy, scripts) as heard:
+        groups = play(policy, samples[:3], 2, rules)
+    assert calls[:2] == [["0:0", "0:0", "1:0", "1:0"], ["0:1", "1:1", "2:0", "2:0"]]
     assert [[t.sample.id for t in group] for group in groups] == [[s.id] * 2 for s in samples[:3]]
+    assert max(worst_difference(policy, t, heard) for group in groups for t in group) <= 1e-5
+
+
+@pytest.mark.parametrize("name, size", [("STRIDE", 7), ("READ", 1), ("READ", 100)])
+def test_neither_strides_nor_parts_are_felt(policy, samples, played, monkeypatch, name, size):
+    """Turns that are spoken a few tokens at a time, beside others that begin; and pictures and
+    prompts that are read in several passes."""
+    monkeypatch.setattr(rollout, name, size)
+    with scripted(policy, SCRIPTS) as heard:
+        groups = play(policy, samples[:2], 3, RULES)
+    again = [t for group in groups for t in group]
+    assert [t.ids for t in again] == [t.ids for t in played[0]]
+    assert max(worst_difference(policy, t, heard) for t in again) <= 1e-5
 
 
 def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
@@ -163,38 +179,21 @@ def test_a_group_that_does_not_fit_in_memory_is_refused(policy, samples):
         play(policy, samples[:1], 4, rules)
 
 
-def test_dead_slots_are_squeezed_out_without_being_felt(policy, samples, monkeypatch):
-    """One row writes 60 tokens and leaves, its neighbours write few: most slots are dead."""
-    long = "<think>" + " closer" * 60 + "</think>" + SHORT
-    rules = Rules(**{**vars(RULES), "max_new_tokens": 96})
-    sizes, squeeze = [], rollout.Batch.squeeze
-
-    def noting(batch):
-        before = batch.ids.shape[1]
-        squeeze(batch)
-        sizes.append(before - batch.ids.shape[1])
-
-    monkeypatch.setattr(rollout.Batch, "squeeze", noting)
-    with scripted(policy, [[long], [LOOK, PRINT, SHORT], [PRINT, TWO, LOOK, SHORT]]) as heard:
-        (group,) = play(policy, samples[:1], 3, rules)
-    assert max(sizes) > 30
-    assert max(worst_difference(policy, t, heard) for t in group) <= 1e-5
-
-
 def test_rows_that_left_hold_no_memory(policy, samples, monkeypatch):
-    """The cache of the first turn, with the rows that ended in it, is gone in the second."""
-    caches, alive, generate = [], [], rollout.next_turn
+    """What the first turn kept of rows that ended in it is gone in the second."""
+    kept, alive, go_on = [], [], rollout.continue_turns
 
-    def noting(policy, batch, *rest):
-        caches.append(weakref.ref(batch.cache))
+    def noting(policy, players, *rest):
         gc.collect()
-        alive.append([cache() is not None for cache in caches])
-        return generate(policy, batch, *rest)
+        alive.append([keys() is not None for keys in kept])
+        ended = go_on(policy, players, *rest)
+        kept.extend(weakref.ref(p.kept[0][0]) for p in players)
+        return ended
 
-    monkeypatch.setattr(rollout, "next_turn", noting)
-    with scripted(policy, [[SHORT], [LOOK, SHORT]]):
-        play(policy, samples[:1], 2, RULES)
-    assert alive == [[True], [False, True]]
+    monkeypatch.setattr(rollout, "continue_turns", noting)
+    with scripted(policy, [[SHORT], [LOOK, SHORT], [SHORT]]):
+        play(policy, samples[:1], 3, RULES)
+    assert alive == [[], [False, False, False]]  # the middle one has read more since
 
 
 def test_the_tally_counts_what_was_computed(policy, samples):
@@ -266,8 +265,9 @@ def test_frequencies_are_those_of_the_scored_distribution(policy, samples):
     assert distance[0.5] < 0.1 and distance[0.25] > 0.2 and distance[1.0] > 0.2
 
 
-def test_what_a_rollout_samples_does_not_hang_on_its_company(policy, samples):
-    """The same three questions in one wave, in waves of one, and apart in another order."""
+def test_what_a_rollout_samples_does_not_hang_on_its_company(policy, samples, monkeypatch):
+    """The same three questions together, one after the other, and apart in another order; and
+    when every turn is spoken in three parts."""
     rules = Rules(turns=1, max_new_tokens=12, max_length=512)
 
     def sampled(samples, rollouts=2, **budget):
@@ -285,6 +285,8 @@ def test_what_a_rollout_samples_does_not_hang_on_its_company(policy, samples):
     assert sampled(samples[:3], kv_budget_gb=2.5 * 512 * slot / 1e9) == together
     assert sampled(samples[2::-1], 1).items() <= together.items()
     assert len(set(map(tuple, together.values()))) == 6
+    monkeypatch.setattr(rollout, "STRIDE", 5)
+    assert sampled(samples[:3]) == together
 
 
 def test_each_turn_of_each_trajectory_draws_anew_and_whoever_sits_beside_it():

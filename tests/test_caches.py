@@ -1,0 +1,63 @@
+"""python -m pytest tests/test_caches.py      at once: rows of a cache, together and apart"""
+
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kit.caches import apart, left_pad, packed, together
+
+
+def rows_of(lengths, layers=3):
+    return [[tuple(torch.randn(2, n, 2, 4)) for _ in range(layers)] for n in lengths]
+
+
+def test_rows_come_back_as_they_were():
+    rows = rows_of([3, 5, 1])
+    before = [list(row) for row in rows]
+    cache = together(rows)
+    assert rows == [[], [], []] and cache.get_seq_length() == 5
+    assert cache.layers[0].keys.shape == (3, 2, 5, 4)
+    assert torch.equal(cache.layers[2].values[1, :, 4], before[1][2][1][4])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]])
+    for row, was in zip(apart(cache, mask), before, strict=True):  # a sixth slot is not there yet
+        for pair, old in zip(row, was, strict=True):
+            assert all(map(torch.equal, pair, old))
+    assert together([[], []]).get_seq_length() == 0  # rows of which nothing was read
+
+
+def test_no_more_than_one_layer_is_held_twice(monkeypatch):
+    rows, alive, update = rows_of([3, 5], layers=4), [], DynamicCache.update
+    each = [[weakref.ref(x) for row in rows for x in row[layer]] for layer in range(4)]
+
+    def noting(cache, *args):
+        alive.append([any(x() is not None for x in layer) for layer in each])
+        return update(cache, *args)
+
+    monkeypatch.setattr(DynamicCache, "update", noting)
+    cache = together(rows)
+    assert alive[1] == [False, True, True, True] and alive[3] == [False, False, False, True]
+    whole = [weakref.ref(layer.keys) for layer in cache.layers]
+    apart(cache, torch.ones(2, 5))
+    assert not any(x() is not None for x in whole)
+
+
+def test_rows_share_tensors_but_keep_their_own():
+    ((row,),) = [rows_of([4])]
+    cache = together([[*row], [*row]])
+    cache.layers[0].keys[0] = 0.0
+    assert row[0][0].abs().sum() > 0 and torch.equal(cache.layers[0].keys[1, :, 0], row[0][0][0])
+
+
+def test_left_pad():
+    ids, mask = left_pad([[5, 6, 7], [8]], 0, torch.device("cpu"))
+    assert ids.tolist() == [[5, 6, 7], [0, 0, 8]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert left_pad([[], []], 0, torch.device("cpu"))[0].shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "budget, parts", [(1, [[1], [2], [3]]), (3, [[1, 2], [3]]), (6, [[1, 2, 3]])]
+)
+def test_packed(budget, parts):
+    assert [*packed([1, 2, 3], sum, budget)] == parts and not [*packed([], sum, budget)]
