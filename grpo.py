@@ -117,6 +117,7 @@ class Row:
     labels: Tensor  # [n] the acted tokens
     owner: Tensor  # [n] who chose each of them: the caller's index of its trajectory
     pictures: list[Picture]
+    sampled: Tensor  # [n] log pi of each of them, as it was sampled; nan: it was not sampled
 
 
 def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
@@ -124,7 +125,7 @@ def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
     first = branches[0][1]
     P = first.prompt
     ids, segment, pictures = first.ids[:P], [0] * P, first.images[: first.prompt_images]
-    positions, keep, labels, owner = [], [], [], []
+    positions, keep, labels, owner, sampled = [], [], [], [], []
     for b, (index, t) in enumerate(branches, start=1):
         if t.ids[:P] != first.ids[:P]:
             raise ValueError(f"{t.sample.id}: the rollouts of a group must share one prompt")
@@ -137,11 +138,13 @@ def group_row(policy: Policy, branches: list[tuple[int, Trajectory]]) -> Row:
         keep += [P - 1 if k == P else len(ids) + k - P - 1 for k in acted]
         labels += [t.ids[k] for k in acted]
         owner += [index] * len(acted)
+        sampled += t.sampled or [torch.nan] * len(acted)
         ids += t.ids[P:]
         segment += [b] * (len(t.ids) - P)
         pictures += t.images[t.prompt_images :]
     of_slots, of_acted = torch.tensor([ids, segment]), torch.tensor([keep, labels, owner]).long()
-    return Row(*of_slots, torch.cat(positions, -1), *of_acted, pictures)  # [2, L], [3, L], [3, n]
+    positions, sampled = torch.cat(positions, -1), torch.tensor(sampled)  # [3, L], [n]
+    return Row(*of_slots, positions, *of_acted, pictures, sampled)  # [2, L], [3, n]
 
 
 def group_rows(policy: Policy, group: list[tuple[int, Trajectory]], row_tokens: int) -> list[Row]:
@@ -288,7 +291,12 @@ def gradient_of_J(
     return loss.detach(), surrogate.detach(), kl.detach()
 
 
-MEANS = ("kl", "entropy", "clip_fraction")  # over the tokens that were scored, weighted alike
+MEANS = (
+    "kl",
+    "entropy",
+    "clip_fraction",
+    "gap",
+)  # over the tokens that were scored, weighted alike
 
 
 def learn(
@@ -306,9 +314,10 @@ def learn(
     hovers around 0, and its gradient is A * grad log pi all the same. Each of several processes
     brings its own groups; their gradients are added up to that of all groups together.
 
-    The report is of the last step. kl, entropy and clip_fraction are means over the tokens
-    that were scored, weighted as in the loss; kl is None without a reference. A step whose
-    loss or gradient is not finite is skipped and reported, and no further step follows.
+    The report is of the last step. kl (None without a reference), entropy, clip_fraction and gap
+    are means over the tokens that were scored, weighted as in the loss. gap is |log pi as learnt
+    from - log pi as sampled|, before any step; what is left out hangs on who spoke together. A step
+    whose loss or gradient is not finite is skipped and reported, and no further step follows.
     """
     if objective.ratio_anchor == "ref" and reference is None:
         raise ValueError("--ratio-anchor ref divides by pi_ref: expected a reference, got None")
@@ -319,7 +328,8 @@ def learn(
     anchors = refs if objective.ratio_anchor == "ref" else olds
     for _ in range(objective.updates):
         optimizer.zero_grad()
-        sums, broken = Counter(), set()  # broken: questions in a micro-batch of no finite loss
+        # broken: questions in a micro-batch of no finite loss; largest: of the gaps
+        sums, broken, largest = Counter(), set(), 0.0
         for b, batch in enumerate(batches):
             logp, owner = log_probs(policy, batch, objective.temperature)  # [N]
             now, A, weight = logp.detach(), A_of[owner], weight_of[owner]  # [N]
@@ -328,9 +338,12 @@ def learn(
             if not loss.isfinite():
                 broken |= {groups[i // len(groups[0])][0].sample.id for i in owner.tolist()}
             clipped = surrogate < (now - anchor).exp() * A  # [N] the clip changed it
+            sampled = torch.cat([row.sampled for row in batch]).to(now)
+            gap = ((olds[b] if olds else now) - sampled).abs()  # [N]
+            largest = max([largest, *gap.tolist()])
             sums["loss"] += loss.item()
             sums["scored"] += weight.sum().item()
-            for name, of_token in zip(MEANS, (kl, -now, clipped)):
+            for name, of_token in zip(MEANS, (kl, -now, clipped, gap)):
                 sums[name] += (weight * of_token).sum().item()
         broken = set().union(*gathered(broken))
         norm = None if broken else apply_gradient(policy.model, optimizer, objective.max_grad_norm)
@@ -343,6 +356,8 @@ def learn(
     report |= {name: report[name] / scored if scored else None for name in MEANS}
     if reference is None:
         report["kl"] = None
+    report["gap"] = round(report["gap"] or 0.0, 5)
+    report["largest_gap"] = round(max(gathered(largest)), 4)
     return report | {"grad_norm": norm, "skipped": int(norm is None)}
 
 

@@ -76,6 +76,7 @@ class Trajectory:
     answer: str | None = None
     ended: str = ""  # "answered", "turns", "length" or "no_action"
     seed: str = ""  # what its sampling depends on (class SeededSampling)
+    sampled: list[float] = field(default_factory=list)  # log pi of the sampled ids, as sampled
 
     def act(self, ids: list[int]) -> None:
         self.ids += ids
@@ -107,7 +108,7 @@ class Rules:
     max_log_chars: int = 2000  # of what one program printed; repairs and errors are never cut
     kv_budget_gb: float = 0.0  # for the KV cache of all rows in play; 0: most of what is free
     sandboxes: int = 8  # programs that run at the same time
-    patience: float = 1.0  # seconds until rows whose code has run go on without the slow ones
+    patience: float = 1.0  # seconds until the others go on without those whose code still runs
     limits: Limits = Limits()
     allow_weak_sandbox: bool = False
 
@@ -219,14 +220,15 @@ READ = 8192  # slots of one forward pass that reads, padding included; this sets
 STRIDE = 128  # tokens until those who have a turn to begin may join those who speak
 
 
-def read(policy: Policy, players: list[Player], tally: Counter) -> None:
+def read(policy: Policy, players: list[Player], tally: Counter, alike: int = 1) -> None:
     """Let the model read what was shown since it last spoke: prompts, observations, pictures. The
-    last id of each stays unread: there `generate` starts."""
+    last id of each stays unread: there `generate` starts. `alike` neighbours share their history:
+    it is read once."""
 
     def width(player: Player) -> int:
         return len(player.t.ids) - player.read
 
-    in_order = sorted(players, key=width)  # the last of a part is its longest
+    in_order = sorted(players[::alike], key=width)  # the last of a part is its longest
     for part in packed(in_order, lambda part: len(part) * width(part[-1]), READ):
         old = left_pad([p.t.ids[: p.read] for p in part], policy.pad_id, policy.device)
         new = left_pad([p.t.ids[p.read : -1] for p in part], policy.pad_id, policy.device)
@@ -248,6 +250,9 @@ def read(policy: Policy, players: list[Player], tally: Counter) -> None:
             )
         for player, kept in zip(part, apart(cache, mask)):
             player.kept, player.pictures = kept, len(player.t.images)
+    for i, player in enumerate(players):
+        first = players[i - i % alike]
+        player.kept, player.pictures = [*first.kept], first.pictures
 
 
 class SeededSampling(LogitsProcessor):
@@ -270,6 +275,7 @@ class SeededSampling(LogitsProcessor):
             numbers = torch.rand(rules.max_new_tokens, generator=stream)
             draws.append(numbers.roll(-len(p.said)))  # what it has said took the first ones
         self.draws = torch.stack(draws).to(policy.device)  # [B, max_new_tokens]
+        self.logp: list[Tensor] = []  # [B] of each token so far
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:  # scores [B, V]
         p = (scores / self.temperature).softmax(-1, dtype=torch.float64)  # [B, V]
@@ -278,7 +284,9 @@ class SeededSampling(LogitsProcessor):
             raise FloatingPointError("the policy's scores of the next token are not finite")
         # (A draw is at most 1 - 2^-24: far enough from 1 for the rounding of a float64 sum.)
         beyond = reached > self.draws[:, ids.shape[1] - self.start, None] * reached[:, -1:]
-        return (beyond & (p > 0)).float()
+        chosen = (beyond & (p > 0)).float()
+        self.logp.append(p.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0].log())
+        return chosen
 
 
 def continue_turns(
@@ -290,6 +298,7 @@ def continue_turns(
     L, grids = ids.shape[1], [picture.grid for p in players for picture in p.t.images]
     starts = [L - len(p.said) for p in players]
     stop = end_of_turn(policy.tokenizer, starts, [p.t.thinking for p in players])
+    sampling = [SeededSampling(policy, players, L, rules)] if rules.temperature > 0 else []
     cache = together([p.kept for p in players])  # L - 1 slots
     ids = policy.generate(
         min(STRIDE, *(rules.max_new_tokens - len(p.said) for p in players)),
@@ -297,7 +306,7 @@ def continue_turns(
         attention_mask=mask,
         position_ids=policy.positions(ids, mask, grids),
         cache=cache,
-        logits_processor=[SeededSampling(policy, players, L, rules)] * (rules.temperature > 0),
+        logits_processor=[*sampling],
         stopping_criteria=[stop],
     )
     new = ids[:, L:]  # [B, at most STRIDE]
@@ -306,6 +315,9 @@ def continue_turns(
     lengths, kept = alive.sum(1).tolist(), apart(cache, torch.cat([mask, alive], 1))
     for player, row, n, player.kept in zip(players, new.tolist(), lengths, kept):
         player.said += row[:n]
+    for own in sampling:
+        for player, row, n in zip(players, torch.stack(own.logp, 1).tolist(), lengths):
+            player.t.sampled += row[:n]
     tally["generated_tokens"] += sum(lengths)
     full = [len(p.said) == rules.max_new_tokens for p in players]
     return [any(reasons) for reasons in zip(ended.tolist(), full)]
@@ -349,10 +361,22 @@ def play(
     return groups
 
 
+def rooms(policy: Policy, rules: Rules, rollouts: int) -> int:
+    """How many trajectories may play at a time: those of as many groups as the KV cache has room
+    for. Raises ValueError if that is none."""
+    fit = policy.rows_that_fit(rules.max_length, rules.kv_budget_gb)
+    if fit < rollouts:
+        raise ValueError(
+            f"the KV cache has room for {fit} rows of --max-length {rules.max_length}, but a group "
+            f"has {rollouts}: raise --kv-budget-gb, or lower --max-length or --rollouts"
+        )
+    return fit // rollouts * rollouts
+
+
 @torch.no_grad()
 def play_on(
     policy: Policy,
-    trajectories: list[Trajectory],
+    waiting: list[Trajectory],
     sandbox_of: Callable[[Trajectory], Sandbox],
     rules: Rules,
     rollouts: int = 1,
@@ -360,17 +384,9 @@ def play_on(
 ) -> None:
     """Eq. 2 from the middle: act, run, observe, until every episode is over. In each
     trajectory it is the policy's turn, and `rollouts` neighbours share their history so far.
-    Its sandbox is in the state that its code left, and is closed at the end. As many groups play
-    at a time as the KV cache has room for; others join when those have ended."""
-    tally = Counter() if tally is None else tally
-    fit = policy.rows_that_fit(rules.max_length, rules.kv_budget_gb)
-    if fit < rollouts:
-        raise ValueError(
-            f"the KV cache has room for {fit} rows of --max-length {rules.max_length}, but a group "
-            f"has {rollouts}: raise --kv-budget-gb, or lower --max-length or --rollouts"
-        )
-    pool, waiting = ThreadPoolExecutor(rules.sandboxes), trajectories
-    playing: list[Player] = []
+    Its sandbox is in the state that its code left, and is closed at the end."""
+    tally, most = Counter() if tally is None else tally, rooms(policy, rules, rollouts)
+    pool, playing = ThreadPoolExecutor(rules.sandboxes), []
 
     def run(player: Player, code: str) -> tuple[Observation, list[Picture]]:
         observation = player.sandbox.run(code)
@@ -378,45 +394,39 @@ def play_on(
 
     try:
         while waiting or playing:
-            # Who has ended leaves. Whole groups join as soon as there is room for them: what their
-            # rollouts share is read once.
+            # Who has ended leaves. Whole groups join as soon as there is room for them.
             for player in playing:
                 if player.t.ended:
                     player.kept.clear()
                     pool.submit(player.sandbox.close)
             playing = [player for player in playing if not player.t.ended]
-            room = (fit - len(playing)) // rollouts * rollouts
+            room = (most - len(playing)) // rollouts * rollouts
             joining = [Player(t, sandbox_of(t)) for t in waiting[:room]]
             playing, waiting = playing + joining, waiting[room:]
-            read(policy, joining[::rollouts], tally)
-            for i, player in enumerate(joining):
-                first = joining[i - i % rollouts]
-                player.kept, player.pictures = [*first.kept], first.pictures
+            read(policy, joining, tally, alike=rollouts)
 
-            # Observe what the programs showed that have ended.
+            # Observe what those programs showed that have ended.
             back = [player for player in playing if player.program and player.program.done()]
             for player in back:
                 listen(policy, player.t, *player.program.result(), rules)
                 player.program = None
             read(policy, [player for player in back if not player.t.ended], tally)
 
-            # Act. Code starts to run when its turn has ended, a thread per program.
+            # Act. Code starts to run when its turn has ended, a thread per program. A slow one
+            # delays its own row only: after some patience the others go on, if there are any.
             speaking = [p for p in playing if p.program is None and not p.t.ended]
-            if speaking:
-                with stopwatch(tally, "decode"):
-                    ended = continue_turns(policy, speaking, rules, tally)
-                for player in itertools.compress(speaking, ended):
-                    code, player.said = speak(policy, player.t, player.said), []
-                    if code is not None:
-                        player.program = pool.submit(run, player, code)
-
-            # A slow program delays its own row only: it is waited for if nobody else can go on.
-            new, all_ = ([p.program for p in them if p.program] for them in (speaking, playing))
+            if not speaking:
+                with stopwatch(tally, "sandbox"):
+                    wait([p.program for p in playing if p.program], return_when=FIRST_COMPLETED)
+                continue
+            with stopwatch(tally, "decode"):
+                ended = continue_turns(policy, speaking, rules, tally)
+            for player in itertools.compress(speaking, ended):
+                code, player.said = speak(policy, player.t, player.said), []
+                if code is not None:
+                    player.program = pool.submit(run, player, code)
             with stopwatch(tally, "sandbox"):
-                if speaking:
-                    wait(new, timeout=rules.patience)
-                else:
-                    wait(all_, return_when=FIRST_COMPLETED)
+                wait([p.program for p in speaking if p.program], timeout=rules.patience)
     finally:  # after an error: no program outlives it, and none begins
         for player in playing:
             if player.program:

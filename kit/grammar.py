@@ -9,7 +9,7 @@ Paper       nothing: the tags are those of the public training data
 In          the text of a turn, whole or still growing
 Out         None while the turn goes on, then its Ending; and the rule by which `generate` stops
 Left out    which order of the tags is a good one (rewards.format_error)
-Read next   data.py (parse), rollout.py (next_turn)
+Read next   data.py (parse), rollout.py (continue_turns)
 
     <think>           a thought begins, up to the next </think>; that may be yet to come. A turn
                       goes on with the thought that the turn before left open.

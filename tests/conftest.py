@@ -93,7 +93,8 @@ def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, lis
             inputs["generation_config"].output_logits = True
             inputs["generation_config"].return_dict_in_generate = True
             start = inputs["input_ids"].shape[1]
-            inputs["logits_processor"] = LogitsProcessorList([_Force(start, rows)])
+            forced_first = [_Force(start, rows), *inputs["logits_processor"]]
+            inputs["logits_processor"] = LogitsProcessorList(forced_first)
             output = generate(**inputs)
             for p, row, logits in zip(players, rows, torch.stack(output.logits, 1)):
                 if p.said:  # the turn goes on

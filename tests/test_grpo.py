@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import grpo
+import rollout
 from data import TAGS
 from grpo import (
     ADVANTAGES,
@@ -24,10 +25,11 @@ from grpo import (
     group_rows,
     kl_k3,
     learn,
+    log_probs,
     micro_batches,
 )
 from kit.qwen import Policy
-from rollout import play
+from rollout import Rules, play
 
 
 @pytest.fixture(scope="module")
@@ -372,6 +374,28 @@ def alike(one, other):
     """Two steps with the same report and the same gradient."""
     assert one[0] == pytest.approx(other[0], rel=1e-4, abs=1e-6)
     assert (one[1] - other[1]).norm() / other[1].norm() <= 1e-5
+
+
+def test_the_gap_is_between_the_sampler_and_who_learns(policy, samples, monkeypatch):
+    """0 for the policy itself, also if it spoke in parts; not the way that its own steps go; and
+    what a policy that is not quite the sampler is off by."""
+    monkeypatch.setattr(rollout, "STRIDE", 7)
+    torch.manual_seed(0)
+    rules = Rules(turns=1, max_new_tokens=20, max_length=512, temperature=0.7)
+    groups = play(policy, samples[:2], 2, rules)
+    assert all(len(t.sampled) == sum(t.acted) for group in groups for t in group)
+    learner = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor, TAGS)
+    A, objective = A6[:4].view(2, 2), Objective(beta=0.0, updates=2, temperature=0.7)
+    sgd = torch.optim.SGD(learner.model.parameters(), lr=0.5)
+    report = learn(learner, sgd, groups, A, None, objective)
+    assert report["gap"] == report["largest_gap"] == 0 and report["clip_fraction"] > 0
+    rows = [group_row(policy, [(i, t)]) for i, t in enumerate(sum(groups, []))]
+    with torch.no_grad():
+        off = [log_probs(learner, [row], 0.7)[0] - row.sampled for row in rows]
+    off = torch.cat(off).abs()
+    report = learn(learner, sgd, groups, A, None, objective)
+    assert report["gap"] == pytest.approx(off.mean().item(), abs=2e-5) and report["gap"] > 1e-3
+    assert report["largest_gap"] == pytest.approx(off.max().item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("loss_agg", ["token", "sequence"])
