@@ -347,6 +347,7 @@ class Options:
     seed: int = knob(0, "of the toy's questions and of sampling")
     judge_url: str | None = knob(None, "server that judges pictures without boxes, open answers")
     judge_model: str | None = knob(None, "its model's name on that server")
+    judge_tokens: int = knob(2048, "most of its reply; a judge that thinks may need more", least=1)
     judge_prompt: str = knob("evaluation", "what it sees; _original: also the whole image",
                              choices=("evaluation", "evaluation_original"))  # fmt: skip
     perturb: str = knob(
@@ -385,6 +386,7 @@ def judges_of(options: Options) -> tuple[Judge, Judge | None]:
             print(options.bench, "has open answers: without --judge-url, rules grade them")
         return boxes, None
     how = {"prompt": options.judge_prompt, "cache": options.out / "verdicts"}
+    how |= {"max_tokens": options.judge_tokens, "max_pixels": options.max_pixels}
     served = ChatJudge(options.judge_url, options.judge_model, **how)
     if options.bench in ("toy", "vstar"):
         return boxes, served

@@ -36,7 +36,7 @@ from PIL import Image
 from data import Sample
 from kit.answers import MAX_ANSWER, SAME, is_correct, is_open
 from kit.boxes import Box, area, recall, share
-from kit.chat import Chat, json_object, picture_part, text_part
+from kit.chat import MOST_PIXELS, QWEN_PIXELS, Chat, json_object, picture_part, text_part
 from kit.flags import through_door
 from kit.grammar import TAG, endings
 from rollout import Trajectory, Turn
@@ -367,9 +367,11 @@ class ChatJudge(Chat):
     prompt   "training", or one of two for measuring: "evaluation" shows the turn and the question,
              "evaluation_original" the whole image and the options too. Measure with another model,
              or at least another prompt, than you train with.
+    max_pixels  what the policy sees of the whole image; None: what Qwen's own preprocessor leaves
     """
 
     prompt: str = "training"
+    max_pixels: int | None = None
 
     def __call__(self, request: JudgeRequest, labels: Labels) -> float | None:
         system = EVIDENCE.format(rule=RUBRICS[self.prompt])
@@ -391,7 +393,8 @@ class ChatJudge(Chat):
         asked = [f"Question: {request.question}", *(f"{letter}. {o}" for letter, o in options)]
         parts = [text_part("\n".join(asked))]
         if whole:
-            parts += [text_part("The whole image:"), picture_part(labels.original)]
+            most = max(self.max_pixels or QWEN_PIXELS, MOST_PIXELS)
+            parts += [text_part("The whole image:"), picture_part(labels.original, most)]
         shown = zip(request.images, request.boxes, request.sources, strict=True)
         for number, (image, box, source) in enumerate(shown, start=1):
             how = f"made by the program ({source}), unverified"

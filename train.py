@@ -77,6 +77,7 @@ class Config:
     max_pixels: int = thyme(3_211_264, "pixels of an image (RL: ours); 0: the model's own", least=0)
     judge_url: str = ours("", "OpenAI-compatible server of the judge; its key: JUDGE_API_KEY")
     judge_model: str = notes("Qwen/Qwen2.5-VL-32B-Instruct", "the judge's name there")
+    judge_tokens: int = ours(2048, "most of its reply; a judge that thinks may need more", least=1)
     shortcut: float = ours(1.0, "toy: share of squares in their usual texture", least=0, most=1)
 
     sft_steps: int = ours(-1, "steps of SFT; -1: --sft-epochs; 0: --model has had it", least=-1)
@@ -210,6 +211,7 @@ def fits(policy: Policy, config: Config, sample: Sample) -> None:
 def data_world(run: Run, config: Config, policy: Policy) -> World:
     """--rl-data: a few questions held out for the evaluation, epochs over the others."""
     asked = dict(url=config.judge_url, model=config.judge_model, cache=run.folder / "judge")
+    asked["max_tokens"] = config.judge_tokens
     judge, examiner = ChatJudge(**asked), ChatJudge(**asked, prompt="evaluation")
     key = policy.version(), config.max_length, config.max_new_tokens
     data = load_rl(config.rl_data, config.on_bad, partial(fits, policy, config), key)

@@ -118,6 +118,7 @@ class Options:
     file: Path = knob(None, "trajectories.jsonl, or as at the head of beyond/agents.py", word=True)
     judge_url: str = knob("", "OpenAI-compatible server that looks at pictures without a score")
     judge_model: str = knob("", "its name there")
+    judge_tokens: int = knob(2048, "most of its reply; a judge that thinks may need more", least=1)
 
 
 def main(argv: list[str]) -> None:
@@ -127,7 +128,8 @@ def main(argv: list[str]) -> None:
             pairs = zip(*read_trajectories(given.file))
         else:
             url, model = given.judge_url, given.judge_model
-            judge = ChatJudge(url, model, prompt="evaluation") if url else HALF
+            how = {"prompt": "evaluation", "max_tokens": given.judge_tokens}
+            judge = ChatJudge(url, model, **how) if url else HALF
             pairs = read_foreign(given.file, judge)
         units, empty = [], 0
         for trajectory, reward in pairs:

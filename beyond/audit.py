@@ -160,6 +160,7 @@ class Options:
     audit: Path = knob(None, "a trajectories.jsonl, of questions with boxes", metavar="FILE")
     judge: str = knob("boxes", "the boxes, or a served model", metavar="boxes|URL")
     judge_model: str = knob("", "its name on that server")
+    judge_tokens: int = knob(2048, "most of its reply; a judge that thinks may need more", least=1)
     prompt: str = knob("training", "what a served model is asked", choices=[*RUBRICS])
 
 
@@ -168,5 +169,6 @@ def main(argv: list[str]) -> None:
     with refusals():
         judge: Judge = BoxJudge()
         if given.judge != "boxes":
-            judge = ChatJudge(given.judge, given.judge_model, prompt=given.prompt)
+            how = {"prompt": given.prompt, "max_tokens": given.judge_tokens}
+            judge = ChatJudge(given.judge, given.judge_model, **how)
         print(audit(read_trajectories(given.audit)[0], judge))

@@ -62,6 +62,7 @@ class Options:
     external: str = knob(EXTERNAL, "words in the names of sources to drop", "paper")
     judge_url: str = knob(None, "OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
     judge_model: str = knob(None, "its model; the paper checks labels with Qwen2.5-VL-32B")
+    judge_tokens: int = knob(2048, "most of its reply; a judge that thinks may need more", least=1)
     model: str = knob(None, "counts tokens, or plays; the paper: Qwen2.5-VL-7B-Instruct")
     max_pixels: int = knob(None, "pixel budget of one image; none: the checkpoint's")
     max_length: int = knob(16384, "tokens of a whole trajectory")
@@ -334,7 +335,8 @@ def run(options: Options) -> str:
         policy = actor_of(policy) if plays else policy  # on a GPU it plays in bf16
     if options.describe:
         return describe(where, policy, rules)
-    judge = LabelJudge(options.judge_url, options.judge_model) if options.judge_url else None
+    asked = options.judge_url, options.judge_model
+    judge = LabelJudge(*asked, max_tokens=options.judge_tokens) if options.judge_url else None
     samples, rows = load(where, policy if plays else None, rules), read_rows(where)
     if options.drop_sources:
         verdicts = by_source(rows, samples.keys, options.external)

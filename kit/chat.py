@@ -34,6 +34,8 @@ T = TypeVar("T")
 ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^/@\s:?#\[\]]+)(:\d{1,5})?(/[^@\s?#]*)?")
 # Pixels. Servers refuse a picture below one patch: 28 for Qwen2.5-VL, 32 for Qwen3-VL.
 SHORTEST_SIDE = 32
+MOST_PIXELS = 2048 * 2048  # of a picture: no picture that a program shows has a longer side
+QWEN_PIXELS = 16384 * 28 * 28  # most that Qwen2.5-VL's own preprocessor leaves of a picture
 THINNEST = 200  # the longer side by the shorter; servers of Qwen-VL refuse what is thinner
 # What servers say with status 400 of a parameter that they do not know.
 NO_PARAMETER = re.compile(r"unsupported|n.t support|not permitted|unrecogni[sz]ed|unknown", re.I)
@@ -64,7 +66,7 @@ class Chat:
     seconds: float = 60.0  # longest silence of the server in one try
     patience: float = 180.0  # seconds for one question, with all tries and pauses
     # Most tokens of a reply. A model that does not think stops long before, so the limit costs
-    # it nothing. One that thinks may need this many; within `seconds` they are 34 a second.
+    # it nothing. One that thinks may need more; within `seconds` these are 34 a second.
     max_tokens: int = 2048
 
     def __post_init__(self) -> None:
@@ -181,7 +183,8 @@ class Chat:
             raise ValueError(f"expected a chat completion, got {reply[:80]!r}") from None
         self.heard = True
         if why == "length":
-            raise ValueError(f"the reply was cut at max_tokens={self.max_tokens}: allow more")
+            most = self.max_tokens
+            raise ValueError(f"the reply was cut at {most} tokens: raise --judge-tokens")
         return text
 
 
@@ -199,7 +202,7 @@ def json_object(text: str) -> dict:
         return dict(pairs)
 
     said = THOUGHT.sub("", text)
-    decoder, found, at = json.JSONDecoder(object_pairs_hook=once), {}, 0
+    decoder, found, at = json.JSONDecoder(object_pairs_hook=once, strict=False), {}, 0
     try:
         while start := re.compile(r'\{\s*"').search(said, at):
             value, at = decoder.raw_decode(said, start.start())
@@ -215,9 +218,9 @@ def text_part(text: str) -> dict:
     return {"type": "text", "text": text}
 
 
-def picture_part(image: Image.Image, most: int = 2048 * 2048) -> dict:
-    """A picture as a JPEG, with at most `most` pixels, of which a policy is shown fewer, and with
-    no side below SHORTEST_SIDE. Only one that is too thin for both, or THINNEST, changes shape."""
+def picture_part(image: Image.Image, most: int = MOST_PIXELS) -> dict:
+    """A picture as a JPEG, with at most `most` pixels and no side below SHORTEST_SIDE. Only one
+    that is too thin for both, or THINNEST, changes shape."""
     scale = (most / math.prod(image.size)) ** 0.5
     scale = min(scale, max(1.0, SHORTEST_SIDE / min(image.size)))
     least = max(SHORTEST_SIDE, round(min(image.size) * scale))

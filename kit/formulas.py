@@ -69,6 +69,8 @@ MARKUP = {
     r"(?<![\\_^}\]√A-Za-z])\{([A-Za-z ]+)\}": r"\1",  # {\rm cm}
 }
 LAYOUT = {
+    "∛": "√[3]",
+    "∜": "√[4]",
     FORMS: lambda match: SIGN_OF[match[0] if match[0] in SIGN_OF else match[0].rstrip()],
     rf"(?i)(?:\\(?:var)?|(?<![A-Za-z\\]))({'|'.join(GREEK)})(?![A-Za-z])": (
         lambda match: (str.lower if match[1].islower() else str.upper)(GREEK[match[1].lower()])
@@ -279,10 +281,17 @@ NAMED = re.compile(r"[^\W\d]\w*'*(?:\([a-z]\))?")
 TRIALS = 9
 
 
-def equal(one: str, other: str) -> bool:
-    """Are two texts formulas of the same value, within one part in a million? Raises what reading
-    and arithmetic raise for a text that is none."""
-    return alike(readings(plain(one)), readings(plain(other)))
+def equal(one: str, other: str, places: int | None = None) -> bool:
+    """Are two texts formulas of the same value, within one part in a million, or, if both are plain
+    numbers, when rounded to so many decimal places? Raises what reading and arithmetic raise for a
+    text that is none."""
+    said, wanted = readings(plain(one)), readings(plain(other))
+    if alike(said, wanted) or places is None:
+        return alike(said, wanted)
+    if any(isinstance(value, Parts) or mp.im(value) for value in (*said, *wanted)):
+        return False
+    fixed = all(near(value, of[0]) for of in (said, wanted) for value in of)  # without letters
+    return fixed and round(float(said[0]), places) == round(float(wanted[0]), places)
 
 
 def readings(text: str) -> list:

@@ -33,8 +33,8 @@ class MathGrader:
         self.seconds, self.lock = seconds, threading.Lock()
         self.process: subprocess.Popen | None = None
 
-    def same(self, reply: str, reference: str) -> bool:
-        """Are two formulas equal? Raises RuntimeError if the process cannot be started."""
+    def same(self, reply: str, reference: str, places: int | None = None) -> bool:
+        """formulas.equal. Raises RuntimeError if the process cannot be started."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 program = (
@@ -48,7 +48,7 @@ class MathGrader:
                         "expected the grader of formulas to start, but its process ended (the "
                         "reason stands above); try: pip install -r requirements.txt"
                     )
-            self.process.stdin.write(json.dumps([reply, reference]).encode() + b"\n")
+            self.process.stdin.write(json.dumps([reply, reference, places]).encode() + b"\n")
             line = self.process.stdout.readline()
             if not line:
                 self.close()
@@ -61,7 +61,7 @@ class MathGrader:
 
 
 def serve(seconds: float) -> None:
-    """The other process. A line [reply, reference] in, a line "1" or "0" out."""
+    """The other process. A line [reply, reference, places] in, a line "1" or "0" out."""
     from kit.formulas import equal
 
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))

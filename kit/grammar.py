@@ -89,7 +89,7 @@ def ending(text: str, closed: bool, thought: bool = False) -> Ending | None:
             thought = tag[0] == "<think>"
     if not closed:
         return None
-    last = LAST_ANSWER.match(text, at) if thought else None
+    last = LAST_ANSWER.match(text, at)  # only a thought can hold one that was not read
     return Ending(None, last and last[1].strip(), tags, thought, len(text))
 
 

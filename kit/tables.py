@@ -191,7 +191,7 @@ def image_bytes(cell: object, folder: Path | str = ".") -> bytes:
     path = os.path.join(folder, cell.removeprefix("file://"))
     if os.path.isfile(path):  # False also for text that can be no path
         return Path(path).read_bytes()
-    text = re.sub(r"^data:[^,]*,|\s", "", cell)
+    text = re.sub(r"^data:[^,]*,|\s", "", cell).translate(str.maketrans("-_", "+/"))
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError:

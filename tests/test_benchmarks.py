@@ -139,7 +139,7 @@ def test_every_benchmark_of_the_paper_has_a_row_here():
     "name, change, message",
     [
         ("vstar, tsv", {"answer": "E"}, "name one of the options .*, but is 'E'"),
-        ("vstar, tsv", {"A": "", "B": "", "C": ""}, "expected options in options, choices, .*, A, B"),
+        ("vstar, tsv", {"A": "", "B": "", "C": ""}, "expected options in options, .*, A, B"),
         ("vstar, tsv", {"A": "red", "B": "", "C": "green"}, "without a gap, got A, C"),
         ("vstar, tsv", {"text": "What?"}, r"expected a question and options \(A\)"),
         ("hrbench, tsv", {"category": "triple"}, "expected single or cross, got 'triple'"),
@@ -155,6 +155,33 @@ def test_a_row_that_does_not_fit_says_what_is_missing(name, change, message):
     bench, row = ROWS[name]
     with pytest.raises(Bad, match=message):
         BENCHES[bench].read(row | change)
+
+
+@pytest.mark.parametrize(
+    "answer, right, wrong",
+    [
+        ("\\frac{1}{3}", ["0.33", "1/3", "\\boxed{0.333}", "33.3%"], ["0.3", "0.34", "3", "third"]),
+        ("2\\sqrt{3}", ["3.46", "2√3", "3.4641", "\\sqrt{12}"], ["3.5", "2\\sqrt{5}", "3.47"]),
+        ("24", ["24", "24.0", "24.001"], ["24.01", "-24", "B"]),
+        ("x+1", ["1+x"], ["x+1.001", "x"]),
+        ("(1.234,2)", ["(1.234, 2)"], ["(2, 1.234)", "1.23"]),
+    ],
+)
+def test_mathvisions_open_answers_are_equal_to_two_decimals(answer, right, wrong):
+    row = ROWS["mathvision"][1] | {"answer": answer}
+    rule = BENCHES["mathvision"].read(row)["rule"]
+    assert [text for text in right if not rule(text, answer)] == []
+    assert [text for text in wrong if rule(text, answer)] == []
+
+
+def test_charxivs_free_numbers_are_asked_for_with_their_decimals():
+    def asked(answer, kind):
+        row = ROWS["charxiv, hub"][1] | {"reasoning_a": answer, "reasoning_a_type": kind}
+        return BENCHES["charxiv"].read(row)["question"]
+
+    assert asked("0.25", 4).endswith("?\nAnswer with a number with 2 decimals.")
+    assert asked("3", 4).endswith("?\nAnswer with a whole number.")
+    assert asked("3", 3).endswith("?")
 
 
 def write_tsv(path, rows):

@@ -264,7 +264,7 @@ def test_a_reply_of_no_use_is_not_asked_again(body):
 def test_a_cut_reply_is_named_as_cut_and_the_limit_can_be_set():
     with serving(says('<think>perhaps {"score": 1}', "length")) as server:
         got, it = ask(server, max_tokens=77)
-    assert got is None and "cut at max_tokens=77" in it.last_problem
+    assert got is None and "cut at 77 tokens" in it.last_problem
     assert server.bodies[0]["max_tokens"] == 77
 
 
@@ -525,6 +525,7 @@ def test_the_object_after_any_thought_is_found(text):
 def test_an_object_is_given_whole():
     value = {"reason": 'a "{" and }', "score": 0.5, "more": {"a": [1, None, {"b": True}]}}
     assert json_object(json.dumps(value, indent=1)) == value
+    assert json_object('{"reason": "a\nb", "score": 1}') == {"reason": "a\nb", "score": 1}
 
 
 @pytest.mark.parametrize(

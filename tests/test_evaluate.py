@@ -774,8 +774,12 @@ def test_lies_and_ablations_are_printed_and_kept(policy, tmp_path, monkeypatch, 
 )
 def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(bench, url, kinds, tmp_path):
     args = SimpleNamespace(bench=bench, judge_url=url, judge_model="m", out=tmp_path,
+                           judge_tokens=99, max_pixels=5_000_000,
                            judge_prompt="evaluation_original")  # fmt: skip
     judge, second = judges_of(args)
     assert (type(judge), second and type(second)) == kinds
     if bench == "vstar":
         assert judge.visible == 0.5
+    served = second or judge
+    if isinstance(served, ChatJudge):
+        assert served.options["max_tokens"] == 99 and served.max_pixels == 5_000_000

@@ -35,8 +35,8 @@ GOOD = crop(SAMPLE, (64, 64, 128, 128))
 class Judge(ChatJudge):
     """Its server gives one reply to everything. Keeps what it was asked."""
 
-    def __init__(self, reply, prompt="training"):
-        super().__init__("http://h/v1", "m", prompt=prompt)
+    def __init__(self, reply, **more):
+        super().__init__("http://h/v1", "m", **more)
         self.reply = reply if isinstance(reply, str) else json.dumps(reply)
         self.systems, self.contents = [], []
 
@@ -208,6 +208,18 @@ def test_the_two_variants_of_measuring_and_training():
     assert pictures(got["evaluation_original"])[0].size == (256, 256)
     assert ["B. blue" in words(content) for content in got.values()] == [False, False, True]
     assert ["(64, 64" in words(content) for content in got.values()] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "max_pixels, size, sent",
+    [(None, (4000, 3000), (4000, 3000)), (6_000_000, (3000, 2000), (3000, 2000)),
+     (4_500_000, (3000, 1500), (3000, 1500)), (100_000, (2000, 2000), (2000, 2000))],
+)  # fmt: skip
+def test_the_whole_image_is_sent_no_smaller_than_the_policy_saw_it(max_pixels, size, sent):
+    judge = useful(prompt="evaluation_original", max_pixels=max_pixels)
+    large = Sample("q", Image.new("RGB", size), "?", "x")
+    judge(*judge_input(large, GOOD))
+    assert pictures(judge.contents[0])[0].size == sent
 
 
 def test_every_prompt_about_pictures_says_whose_words_they_hold():

@@ -52,6 +52,7 @@ FORMS = {
     "dict with path only": lambda folder: {"bytes": None, "path": "a.png"},
     "base64": lambda folder: base64.b64encode(PNG).decode(),
     "base64 in lines": lambda folder: base64.encodebytes(PNG).decode(),
+    "base64 of URLs": lambda folder: base64.urlsafe_b64encode(PNG).decode(),
     "base64 without its end": lambda folder: base64.b64encode(PNG).decode().rstrip("="),
     "data URL": lambda folder: "data:image/png;base64," + base64.b64encode(PNG).decode(),
     "part of a message": lambda folder: {
