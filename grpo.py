@@ -16,6 +16,7 @@ Symbols     R reward   A advantage   ratio = pi_new / pi_old   eps clip range   
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from data import IMAGE
 from kit.caches import packed
-from kit.processes import gathered, level, parts, processes, whole
+from kit.processes import clip_gradient, gathered, level, parts, processes
 from kit.qwen import Picture, Policy
 from rollout import Trajectory
 
@@ -371,17 +372,11 @@ def apply_gradient(
 ) -> float | None:
     """Clip the gradient and apply it. Returns its norm before clipping; None if that is not
     finite, and then the weights stay as they were."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    # Of whole gradients: the same number on any number of processes.
-    norms = [torch.linalg.vector_norm(whole(g)) for g in gradients] or [torch.zeros(())]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    if not norm.isfinite():
+    norm = clip_gradient(model, max_grad_norm)
+    if not math.isfinite(norm):
         return None
-    scale = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0).item()
-    for gradient in gradients:
-        gradient.mul_(scale)
     optimizer.step()
-    return norm.item()
+    return norm
 
 
 if __name__ == "__main__":

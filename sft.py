@@ -146,8 +146,6 @@ def load_thyme(
 
     where: as in tables.read_rows, "Kwai-Keye/Thyme-SFT:wo_thinking_thyme" for one of its splits.
     """
-    if train_rounds not in TRAIN_ROUNDS:
-        raise ValueError(f"train_rounds is one of {', '.join(TRAIN_ROUNDS)}, got {train_rounds!r}")
     rows = read_rows(where)
 
     def trajectory(i: int, pixels: bool = True) -> Trajectory:

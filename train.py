@@ -39,6 +39,7 @@ from data import Sample, demonstrations, load_rl, toy_questions
 from evaluate import curves, evaluate, lines, load_toy, table
 from faithfulness import count, finding
 from grpo import ADVANTAGES, LOSS_AVERAGES, LogProbs, Objective, Row, learn, micro_batches
+from kit.adapter import adapted
 from kit.flags import knob, parse, refusals, shared, through_door
 from kit.folder import Run, check_new, read_config, write_json
 from kit.page import report
@@ -52,15 +53,34 @@ from sft import TRAIN_ROUNDS, imitate, load_thyme, mean_logp, replay_all, rows_o
 SOURCES = ("paper", "notes", "verl", "thyme", "ours")  # of a default; see Config
 paper, notes, verl, thyme, ours = (partial(knob, source=name) for name in SOURCES)
 TRACKERS, FROZEN = ("none", "tensorboard", "wandb", "trackio"), ("none", "sft", "rl", "both")
+DOORS = {"--plan": "beyond.plan"}
+PUBLIC = dict(sft_data="Kwai-Keye/Thyme-SFT", rl_data="RenlyH/CodeV-RL-Data", save_every=20, keep=2)
+# A deviation, for one GPU. Schulman et al. ("LoRA Without Regret", 2025) found ten times the rate of
+# full training best, whatever the rank. Their service, Tinker, begins with rank 32.
+ADAPTER = PUBLIC | dict(lora_rank=32, sft_lr=1e-4, rl_lr=1e-5)
+PRESETS = {
+    # all ours: measured on the toy, with no claim beyond it
+    "toy": dict(
+        threads=1, max_pixels=0, freeze_vision="none", sft_steps=320, sft_batch=32, sft_lr=4e-3,
+        sft_warmup=0.03, rl_steps=60, questions=12, turns=3, max_new_tokens=32, max_length=1024,
+        max_log_chars=96, rl_lr=1.5e-4, beta=0.02, kv_budget_gb=1.0, patience=60.0,
+        activation_checkpointing=False,
+    ),
+    # the paper's run: all else is as in Config, where each default has its source
+    "codev-7b": PUBLIC | dict(model="Qwen/Qwen2.5-VL-7B-Instruct", out="runs/codev-7b"),
+    "codev-7b-lora": ADAPTER | dict(model="Qwen/Qwen2.5-VL-7B-Instruct", out="runs/codev-7b-lora"),
+    "codev-3b": ADAPTER | dict(model="Qwen/Qwen2.5-VL-3B-Instruct", out="runs/codev-3b"),
+    "tiny-base": dict(threads=1, seed=2, out="tiny"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Config:
     """Every field is a flag, and is saved beside each run. The word before its default says who the
     default of the 7B run is from: the paper, notes by others on it, verl (a library for RL), Thyme
-    (data and code for SFT), or us. The presets below say where the toy differs."""
+    (data and code for SFT), or us. The presets above say where other runs differ."""
 
-    preset: str = ours("toy", "a set of defaults", choices=("toy", "codev-7b", "tiny-base"))
+    preset: str = ours("toy", "a set of defaults", choices=PRESETS)
     model: str = ours("tiny", "checkpoint folder or hub name to start from")
     out: str = ours("runs/toy", "folder for everything this run writes")
     seed: int = ours(0, "the same seed on the same machine repeats a CPU run exactly")
@@ -88,6 +108,7 @@ class Config:
     sft_demos: int = ours(2500, "toy: demonstrations in all", least=1)
     train_rounds: str = thyme("last_code_and_answer", "turns to learn from", choices=TRAIN_ROUNDS)
     freeze_vision: str = thyme("sft", "stages that leave the vision tower alone", choices=FROZEN)
+    lora_rank: int = paper(0, "rank of an adapter, a deviation; 0: all weights learn", least=0)
 
     rl_steps: int = paper(200, "steps of stage 2", least=0)
     questions: int = paper(256, "questions per step, those of all processes together", least=1)
@@ -121,24 +142,6 @@ class Config:
     allow_weak_sandbox: bool = ours(False, "run code that this system cannot fully confine")
     eval_every: int = ours(0, "steps between evaluations of every 4th question; 0: none", least=0)
     eval_questions: int = ours(512, "at most a tenth of --rl-data; toy: half as many more", least=4)
-
-
-DOORS = {"--plan": "beyond.plan"}
-PRESETS = {
-    # all ours: measured on the toy, with no claim beyond it
-    "toy": dict(
-        threads=1, max_pixels=0, freeze_vision="none", sft_steps=320, sft_batch=32, sft_lr=4e-3,
-        sft_warmup=0.03, rl_steps=60, questions=12, turns=3, max_new_tokens=32, max_length=1024,
-        max_log_chars=96, rl_lr=1.5e-4, beta=0.02, kv_budget_gb=1.0, patience=60.0,
-        activation_checkpointing=False,
-    ),
-    # the paper's run: all else is as above, where each default has its source
-    "codev-7b": dict(
-        model="Qwen/Qwen2.5-VL-7B-Instruct", out="runs/codev-7b", sft_data="Kwai-Keye/Thyme-SFT",
-        rl_data="RenlyH/CodeV-RL-Data", save_every=20, keep=2,
-    ),
-    "tiny-base": dict(threads=1, seed=2, out="tiny"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -243,9 +246,10 @@ def opened(run: Run, config: Config, stage: str) -> tuple[Policy, Policy, torch.
         policy = load_policy(start, run.device, config.max_pixels or None)
         if config.freeze_vision in (stage, "both"):
             freeze_vision(policy)
+        policy = adapted(policy, config.lora_rank, f"adapter {config.seed} {stage}")
         actor = actor_of(policy)
         if config.activation_checkpointing:
-            policy.model.activation_checkpointing_enable()
+            policy.checkpoint_activations()
         shard(policy, LogProbs(policy))
         learnt = [p for p in policy.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(learnt, lr, betas=(0.9, second), weight_decay=0.0)
@@ -312,10 +316,13 @@ def stage_1(run: Run, config: Config, world: World) -> None:
     run.end_stage(actor, metrics, following="rl")
 
 
-def reference_of(run: Run, config: Config) -> Policy | None:
-    """pi_ref of Eqs. 1, 3 and 4: the SFT model, if anything is compared with it."""
+def reference_of(run: Run, config: Config, policy: Policy) -> Policy | None:
+    """pi_ref of Eqs. 1, 3 and 4: the SFT model, if anything is compared with it. If the policy has
+    an adapter, the SFT model is there already: it is the policy without it."""
     if config.beta == 0 and config.ratio_anchor == "old":
         return None
+    if policy.base:
+        return policy.base
     reference = load_policy(run.folder / "sft", run.device, config.max_pixels or None)
     shard(reference, LogProbs(reference))
     return reference
@@ -402,7 +409,7 @@ def main(config: Config) -> None:
 
     # Stage 2, TAPO. Look where the evidence is.
     policy, actor, optimizer = opened(run, config, "rl")
-    reference = reference_of(run, config)
+    reference = reference_of(run, config, policy)
     watch = VerdictWatch()
 
     for step in tqdm(run.steps_left(config.rl_steps), "rl", mininterval=5):

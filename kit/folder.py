@@ -267,12 +267,12 @@ class Run:
 
 
 def training_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:
-    """Weights and moments under their names: what a checkpoint holds, and where it is read into."""
-    moments = {}
-    for name, p in policy.model.named_parameters():
-        if p.requires_grad:
-            if not optimizer.state[p]:
-                zeros = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
-            moments[name] = optimizer.state[p]
-    return {"weights": policy.model.state_dict(), "moments": moments}
+    """What moves, and its moments, under the weights' names: what a checkpoint holds, and where it
+    is read into. Weights that stay, such as those beneath an adapter, are those of the start."""
+    learnt = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    for p in learnt.values():
+        if not optimizer.state[p]:
+            zeros = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            optimizer.state[p] = {"step": torch.tensor(0.0), **zeros}
+    weights = {name: p.detach() for name, p in learnt.items()}
+    return {"weights": weights, "moments": {n: optimizer.state[p] for n, p in learnt.items()}}

@@ -116,9 +116,9 @@ def shard(policy: Policy, log_probs: nn.Module) -> None:
     """Cut weights, gradients and optimiser state evenly over the processes (FSDP2; ZeRO-3), all in
     fp32. Every layer is fetched as a whole when its turn comes. log_probs: the module whose forward
     pass uses the policy's model; its calls fetch what belongs to no layer. One process on a CPU has
-    nothing to cut, and its policy is left as it is."""
+    nothing to cut, and its policy is left as it is; so is one of which only an adapter learns."""
     n = processes()[1]
-    if n == 1 and not on_gpu(policy):
+    if policy.base or n == 1 and not on_gpu(policy):
         return
     if not dist.is_initialized():  # one GPU: the same path, with nobody to meet
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
@@ -134,17 +134,22 @@ def shard(policy: Policy, log_probs: nn.Module) -> None:
 
 def actor_of(policy: Policy) -> Policy:
     """Who plays: a whole copy of the policy on every process, in the precision it computes in, so
-    that generate needs no other process. Before `shard`. On one CPU the policy itself plays."""
-    if processes()[1] == 1 and not on_gpu(policy):
+    that generate needs no other process. Before `shard`. A policy that stays whole plays itself:
+    that on one CPU, and one of which only an adapter learns."""
+    if policy.base or processes()[1] == 1 and not on_gpu(policy):
         return policy
-    # deepcopy takes what its memo holds already: no second copy in fp32, and buffers stay fp32.
-    copies = {
+    return twin(policy, {
         id(p): nn.Parameter(p.detach().to(precision(policy), copy=True), requires_grad=False)
         for p in policy.model.parameters()
-    }
-    actor = copy.copy(policy)
-    actor.model = copy.deepcopy(policy.model, copies)
-    return actor
+    })  # fmt: skip
+
+
+def twin(policy: Policy, weights: dict[int, nn.Parameter]) -> Policy:
+    """Another policy, with weights[id(p)] where this one has p. What a memo holds is not copied by
+    deepcopy: so there is no second copy in fp32, buffers stay fp32, and tied weights stay tied."""
+    other = copy.copy(policy)
+    other.model = copy.deepcopy(policy.model, weights)
+    return other
 
 
 @torch.no_grad()
@@ -153,6 +158,25 @@ def sync(policy: Policy, actor: Policy) -> None:
     if actor is not policy:
         for p, q in zip(policy.model.parameters(), actor.model.parameters()):
             q.copy_(whole(p.detach().to(q.dtype)))
+
+
+def clip_gradient(model: nn.Module, largest: float) -> float:
+    """Sum the gradients over the processes, and shorten their sum to the norm `largest` if it is
+    longer. Returns its norm before. The gradients of a policy that is cut are sums already."""
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    if any(gathered(any(p.grad is not None for p in learnt))):
+        for p in learnt:
+            if not isinstance(p, DTensor) and processes()[1] > 1:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+    gradients = [p.grad for p in learnt if p.grad is not None]
+    # Of whole gradients: the same number on any number of processes.
+    norms = [torch.linalg.vector_norm(whole(g)) for g in gradients] or [torch.zeros(())]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    scale = (largest / (norm + 1e-6)).clamp(max=1.0).item()
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm.item()
 
 
 def whole(tensor: Tensor) -> Tensor:

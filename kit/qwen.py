@@ -83,6 +83,7 @@ class Policy:
     words of the game that stand in angle brackets, and whether the policy may write them."""
 
     sharded: nn.Module | None = None  # processes.shard puts one here
+    base: "Policy | None" = None  # of adapter.Adapted: the same policy without its adapter
 
     def __init__(self, model: nn.Module, tokenizer, image_processor, tags: dict[str, bool]) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
@@ -117,6 +118,13 @@ class Policy:
         """The parts of the model that `processes.shard` cuts one by one."""
         inner = self.model.model
         return [*inner.visual.blocks, *inner.language_model.layers]
+
+    def checkpoint_activations(self) -> None:
+        """Compute activations again in the backward pass, in place of keeping them. transformers
+        then asks for gradients of embedded tokens and patches, which its newer checkpoints do not
+        need: they would lead the backward pass through a frozen vision tower."""
+        self.model.activation_checkpointing_enable()
+        self.model.disable_input_require_grads()
 
     def neutralise(self, text: str) -> str:
         """Break every control token and tag in text that the policy did not write, so that a

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ANSWER, LOOK, PRINT, RULES, TWO, scripted
+from conftest import ANSWER, LOOK, PRINT, RULES, TWO, scripted, tied_policy
 from conftest import SHORT as RED
 
 from beyond.tiny import tiny_policy
 from data import toy_questions
 from grpo import LogProbs, Objective, blank_row, learn, log_probs, micro_batches
-from kit.folder import Run
+from kit.adapter import adapted
+from kit.folder import Run, training_state
 from kit.processes import actor_of, gathered, level, mine, parts, processes, shard, sync, whole
 from rollout import Trajectory, load_policy, play
 from sft import mean_logp, rows_of
@@ -103,7 +104,46 @@ def another(policy, seed=3):
 
 
 def gradients(policy):
-    return {name: whole(p.grad).clone() for name, p in policy.model.named_parameters()}
+    learnt = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    return {name: whole(p.grad).clone() for name, p in learnt.items()}
+
+
+SMALL = {"adapter": lambda: adapted(tiny_policy(seed=0), 4, "seed"), "tied": tied_policy}
+
+
+def small_steps(kind, groups, advantage, folder=None) -> tuple:
+    """Three steps of an adapter, or of all weights where lm_head is tied, of which the second is
+    one to the right of process 0 alone. Returns reports, weights, and those after a checkpoint of
+    the second step is read, the third done again."""
+    policy = SMALL[kind]()
+    actor = actor_of(policy)
+    shard(policy, LogProbs(policy))
+    learnt = [p for p in policy.model.parameters() if p.requires_grad]
+
+    def step(pull):
+        report = learn(policy, optimizer, groups, pull, policy.base, Objective(beta=0.0))
+        return report | {"kl": report["kl"] or 0.0}
+
+    def weights(state):
+        return {name: whole(p).clone() for name, p in state.items()}
+
+    optimizer = torch.optim.AdamW(learnt, lr=1e-2)
+    lone = torch.where((advantage == A[1]).all(1, True), advantage, 0.0)  # of one group
+    reports = [step(advantage), step(lone)]
+    if folder:
+        run = Run(folder, {}, timeout=60, keep=1)
+        run.save(policy, optimizer, 2)
+    reports.append(step(advantage))
+    found = weights(training_state(policy, optimizer)["weights"])
+    if not folder:
+        return reports, found
+    sync(policy, actor)
+    if run.first:
+        actor.save(folder / "export")
+    optimizer = torch.optim.AdamW(learnt, lr=1e-2)
+    run.restore(policy, optimizer, "checkpoint-sft-2")
+    step(advantage)
+    return reports, found, weights(training_state(policy, optimizer)["weights"])
 
 
 def measured(groups, advantage, policy, reference) -> dict:
@@ -145,8 +185,9 @@ def work(out: Path) -> None:
         acted = log_probs(actor, batch)[0]
         scored = log_probs(policy, level(policy, [batch], blank_row)[0])[0]
     resumed = saved_and_resumed(policy, actor, mine(groups), out.parent / "run")
+    small = {k: small_steps(k, mine(groups), mine(A), out.parent / k) for k in SMALL}
     if processes()[0] == 0:
-        torch.save((found, held, (acted - scored).abs().max().item(), resumed), out)
+        torch.save((found, held, (acted - scored).abs().max().item(), resumed, small), out)
     assert gathered("x") == ["x", "x"]
     dist.destroy_process_group()
 
@@ -228,6 +269,20 @@ def test_the_export_is_the_whole_policy(two, tmp_path_factory):
     again = load_policy(two.folder / "run" / "export")
     for name, p in again.model.named_parameters():
         assert torch.equal(p, two[3][0][name]), name
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_two_train_an_adapter_or_tied_weights_as_one_does(kind, two, policy):
+    reports, weights, resumed = two[4][kind]
+    expected, alone = small_steps(kind, union(policy), A)
+    assert reports == [pytest.approx(report, rel=1e-5, abs=1e-7) for report in expected]
+    assert weights.keys() == alone.keys() and ("lora" in [*weights][0]) == (kind == "adapter")
+    for name, weight in weights.items():
+        assert torch.allclose(weight, alone[name], atol=1e-6), name
+        assert torch.equal(weight, resumed[name]), name
+    export = load_policy(two.folder / kind / "export").model
+    head, embeddings = export.lm_head.weight, export.model.language_model.embed_tokens.weight
+    assert (head is embeddings) == (kind == "tied")
 
 
 def test_a_checkpoint_of_two_is_read_by_one(two, policy):

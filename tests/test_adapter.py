@@ -1,0 +1,272 @@
+"""python -m pytest tests/test_adapter.py      about 60 s: an adapter learns, the weights stay"""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ANSWER, LOOK, RULES, SHORT, TWO, fresh_logits, scripted, tied_policy
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import kit.adapter
+import train
+from beyond.tiny import tiny_policy
+from grpo import Objective, learn, log_probs
+from kit.adapter import ALPHA, adapted
+from kit.folder import Run, training_state
+from kit.processes import actor_of
+from kit.qwen import Model, Policy
+from rollout import load_policy, play
+from sft import mean_logp, rows_of
+from train import Config, parse_config
+
+ROOT = Path(__file__).resolve().parent.parent
+A = torch.tensor([[0.75, -0.25, -0.5], [-0.5, 1.0, -0.5]])
+ALL = Objective(beta=0.1, max_grad_norm=1e9)
+
+
+@pytest.fixture(scope="module")
+def groups(policy, samples):
+    with scripted(policy, [[LOOK, ANSWER], [SHORT], [TWO, SHORT]]):
+        return play(policy, samples[:2], 3, RULES)
+
+
+def lively(policy: Policy) -> Policy:
+    """With an adapter that has learnt something: B is not 0."""
+    generator = torch.Generator().manual_seed(1)
+    for name, p in policy.model.named_parameters():
+        if "lora_B" in name:
+            p.data = 0.02 * torch.randn(p.shape, generator=generator)
+    return policy
+
+
+def moved(policy: Policy, groups, steps: int = 2) -> tuple[set[str], list[dict]]:
+    """Names of the weights that some steps changed, and what the steps report."""
+    before = {name: p.clone() for name, p in policy.model.named_parameters()}
+    learnt = [p for p in policy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learnt, lr=1e-2)
+    reports = [learn(policy, optimizer, groups, A, policy.base, ALL) for _ in range(steps)]
+    after = policy.model.named_parameters()
+    return {name for name, p in after if not torch.equal(p, before[name])}, reports
+
+
+# --- what learns -----------------------------------------------------------------------------
+
+
+def test_the_adapter_moves_and_nothing_else_least_of_all_the_vision_tower(groups):
+    policy = adapted(tiny_policy(seed=0), 4, "seed")
+    base = [p.clone() for p in policy.base.model.parameters()]
+    names, _ = moved(policy, groups)
+    text = tiny_policy(seed=0).model.model.language_model
+    linear = {n for n, module in text.named_modules() if isinstance(module, nn.Linear)}
+    assert len(linear) == 14  # q, k, v, o, gate, up and down of two layers
+    assert names == {
+        f"model.language_model.{layer}.lora_{part}.default.weight"
+        for layer in linear
+        for part in "AB"
+    }
+    assert all(map(torch.equal, base, policy.base.model.parameters()))
+    optimizer = torch.optim.AdamW(policy.model.parameters())
+    assert training_state(policy, optimizer)["weights"].keys() == names  # a checkpoint is small
+
+
+def test_the_gradient_of_an_adapter_is_the_chain_rule_through_the_full_gradient(groups):
+    """W' = W + s B A: dJ/dB = s dJ/dW' A^T, and dJ/dA = s B^T dJ/dW'."""
+    policy = lively(adapted(tiny_policy(seed=0), 4, "seed"))
+    full = policy.merged()
+    full.model.requires_grad_(True)
+    for each in (policy, full):
+        still = torch.optim.SGD([p for p in each.model.parameters() if p.requires_grad], lr=0.0)
+        learn(each, still, groups, A, policy.base, ALL)
+    s, whole, pairs = ALPHA / 4, dict(full.model.named_parameters()), []
+    for name, layer in policy.model.named_modules():
+        if isinstance(layer, LoraLayer):
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            dW = whole[f"{name}.weight"].grad
+            pairs += [(b.grad, s * dW @ a.T), (a.grad, s * b.T @ dW)]
+    assert len(pairs) == 28 and all(rule.norm() > 0 for _, rule in pairs)
+    found, rule = (torch.cat([g.flatten() for g in gs]) for gs in zip(*pairs))
+    assert (found - rule).norm() / rule.norm() <= 1e-6
+
+
+def test_activations_can_be_recomputed_without_a_backward_pass_through_the_tower(groups):
+    seen, gradients = [], []
+    for again in (False, True):
+        policy = lively(adapted(tiny_policy(seed=0), 4, "seed"))
+        tower = policy.model.model.visual
+        tower.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+        if again:
+            policy.checkpoint_activations()
+        policy.model.train()
+        mean_logp(policy, [rows_of(policy, groups[0])], learn=True)
+        gradients.append([p.grad for p in policy.model.parameters() if p.requires_grad])
+    assert all(map(torch.equal, *gradients)) and not any(output.requires_grad for output in seen)
+
+
+def test_the_same_seed_gives_the_same_adapter_and_leaves_other_draws_alone():
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    base = tiny_policy(seed=0)
+    torch.manual_seed(7)
+    one, same, other = (adapted(base, 4, seed) for seed in ("a", "a", "b"))
+    assert torch.equal(torch.rand(1), expected)
+    weights = [torch.cat([p.flatten() for n, p in each.model.named_parameters() if "lora_A" in n])
+               for each in (one, same, other)]  # fmt: skip
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert adapted(base, 0, "a") is base
+
+
+# --- the reference and the actor -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_is_the_policy_without_its_adapter(dtype, groups, tmp_path, monkeypatch):
+    """No checkpoint is loaded for it, and no copy plays: there is one set of weights."""
+    monkeypatch.setattr(kit.adapter, "precision", lambda policy: dtype)
+    monkeypatch.setattr(train, "load_policy", lambda *_: pytest.fail("loaded"))
+    policy = adapted(tiny_policy(seed=0), 4, "seed")
+    config = Config(out=str(tmp_path))
+    run = Run(tmp_path, asdict(config), 60, 1)
+    reference = train.reference_of(run, config, policy)
+    assert actor_of(policy) is policy
+    lent = {p.data_ptr() for p in reference.model.parameters()}
+    own = [p for p in policy.model.parameters() if p.data_ptr() not in lent]
+    assert {p.dtype for p in own} == {torch.float32} and all(p.requires_grad for p in own)
+    assert {p.dtype for p in reference.model.parameters()} == {dtype}
+    before = log_probs(reference, rows_of(reference, groups[0]))[0]
+    _, reports = moved(policy, groups, steps=3)
+    assert reports[0]["kl"] == 0 and reports[-1]["kl"] > 0
+    assert torch.equal(log_probs(reference, rows_of(reference, groups[0]))[0], before)
+    none = Config(out=str(tmp_path), beta=0.0)
+    assert train.reference_of(run, none, policy) is None
+
+
+# --- exports ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_is_a_plain_checkpoint_and_the_adapter_lies_beside_it(
+    dtype, groups, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kit.adapter, "precision", lambda policy: dtype)
+    policy = lively(adapted(tiny_policy(seed=0), 4, "seed"))
+    policy.base.save(tmp_path / "base")
+    before = [p.clone() for p in policy.model.parameters()]
+    policy.save(tmp_path / "rl")
+    assert all(map(torch.equal, before, policy.model.parameters()))  # nothing was merged in place
+    model, loading = Model.from_pretrained(
+        tmp_path / "rl", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
+    assert not hasattr(model, "peft_config")
+    stored = load_file(tmp_path / "rl" / "model.safetensors")
+    assert {p.dtype for p in stored.values()} == {dtype}
+    trajectory = groups[0][0]
+    ours = fresh_logits(policy, trajectory).float()
+    again = load_policy(tmp_path / "rl")
+    wide = 1e-4 if dtype == torch.float32 else 0.2  # W + s B A is rounded
+    assert (fresh_logits(again, trajectory) - ours).abs().max() < wide
+    assert (fresh_logits(policy.base, trajectory).float() - ours).abs().max() > 0.5
+    apart = load_policy(tmp_path / "base")
+    apart.model = PeftModel.from_pretrained(apart.model, tmp_path / "rl" / "adapter").model
+    assert (fresh_logits(apart, trajectory) - ours).abs().max() < wide
+
+
+# --- ties ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["tiny", "stand-in"])
+def tied(request, tmp_path) -> Path:
+    """A checkpoint as the 3B's is: lm_head is the token embeddings, and is not stored."""
+    if request.param == "tiny":
+        tied_policy().save(tmp_path / "tied")
+    else:
+        load_policy(request.getfixturevalue("standin_folder")).save(tmp_path / "tied")
+        config = tmp_path / "tied" / "config.json"
+        config.write_text(config.read_text().replace('_embeddings": false', '_embeddings": true'))
+        weights = load_file(tmp_path / "tied" / "model.safetensors")
+        del weights["lm_head.weight"]
+        save_file(weights, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
+    return tmp_path / "tied"
+
+
+def is_tied(policy: Policy) -> bool:
+    model = policy.model
+    return model.lm_head.weight is model.model.language_model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_ties_are_kept_in_training_in_checkpoints_and_in_exports(rank, tied, samples, tmp_path):
+    policy = adapted(load_policy(tied), rank, "seed")
+    with scripted(policy, [[LOOK, ANSWER], [SHORT], [ANSWER]]):
+        groups = play(policy, samples[:2], 3, RULES)
+    names, _ = moved(policy, groups)
+    head = "model.language_model.embed_tokens.weight"
+    assert (head in names) == (rank == 0) and is_tied(policy)
+    assert rank == 0 or is_tied(policy.base)
+    learnt = [p for p in policy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learnt, lr=1e-2)
+    run = Run(tmp_path / "run", {}, timeout=60, keep=1)
+    run.save(policy, optimizer, 1)
+    policy.save(tmp_path / "export")
+    assert "lm_head.weight" not in load_file(tmp_path / "export" / "model.safetensors")
+    fresh = adapted(load_policy(tied), rank, "another")
+    learnt = [p for p in fresh.model.parameters() if p.requires_grad]
+    run.restore(fresh, torch.optim.AdamW(learnt, lr=1e-2), "checkpoint-sft-1")
+    again = load_policy(tmp_path / "export")
+    assert is_tied(fresh) and is_tied(again)
+    logits = [fresh_logits(each, groups[0][0]) for each in (policy, fresh, again)]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.allclose(logits[0], logits[2], atol=1e-4)
+
+
+# --- the command line ------------------------------------------------------------------------
+
+WORDS = """--lora-rank 4 --sft-steps 4 --sft-demos 20 --rl-steps 3 --questions 2 --rollouts 4
+    --eval-questions 4 --save-every 1 --sft-lr 8e-2 --rl-lr 1e-2""".split()
+DIES_IN_STAGE_2 = """
+import os, signal, sys, kit.folder, train
+save = kit.folder.dcp.save
+def last(state, checkpoint_id):
+    save(state, checkpoint_id=checkpoint_id)
+    if checkpoint_id.name == "checkpoint-rl-2":
+        os.kill(os.getpid(), signal.SIGKILL)  # written, but state.json does not say so
+kit.folder.dcp.save = last
+train.main(train.parse_config(sys.argv[1:]))
+"""
+
+
+def test_a_run_with_an_adapter_that_is_killed_goes_on_to_the_same_end(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train.main(parse_config(["--out", str(whole), *WORDS]))
+    words = [sys.executable, "-c", DIES_IN_STAGE_2, "--out", str(killed), *WORDS]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    state = json.loads((killed / "state.json").read_text())
+    assert (state["stage"], state["step"]) == ("rl", 1)
+    assert sum(file.stat().st_size for file in killed.glob("checkpoint-rl-1/*")) < 500_000
+    train.main(parse_config(["--resume", str(killed)]))
+    assert (whole / "log.jsonl").read_bytes() == (killed / "log.jsonl").read_bytes()
+    for file in (
+        "sft/model.safetensors",
+        "rl/model.safetensors",
+        "rl/adapter/adapter_model.safetensors",
+    ):
+        assert (whole / file).read_bytes() == (killed / file).read_bytes(), file
+    lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
+    kl = [line["kl"] for line in lines if line["stage"] == "rl"]
+    assert kl[0] == 0 and kl[-1] > 0  # stage 2 begins as the merged SFT model
+    tiny, sft, rl = (
+        load_file(f / "model.safetensors") for f in (ROOT / "tiny", whole / "sft", whole / "rl")
+    )
+    for before, after in ((tiny, sft), (sft, rl)):
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert len(changed) == 14 and all(name.startswith("model.layers.") for name in changed)
