@@ -55,8 +55,8 @@ paper, notes, verl, thyme, ours = (partial(knob, source=name) for name in SOURCE
 TRACKERS, FROZEN = ("none", "tensorboard", "wandb", "trackio"), ("none", "sft", "rl", "both")
 DOORS = {"--plan": "beyond.plan"}
 PUBLIC = dict(sft_data="Kwai-Keye/Thyme-SFT", rl_data="RenlyH/CodeV-RL-Data", save_every=20, keep=2)
-# A deviation, for one GPU. Schulman et al. ("LoRA Without Regret", 2025) found ten times the rate of
-# full training best, whatever the rank. Their service, Tinker, begins with rank 32.
+# A deviation, for one GPU. Schulman et al. ("LoRA Without Regret", 2025) found ten times the full
+# learning rate best, whatever the rank. Their service, Tinker, begins with rank 32.
 ADAPTER = PUBLIC | dict(lora_rank=32, sft_lr=1e-4, rl_lr=1e-5)
 PRESETS = {
     # all ours: measured on the toy, with no claim beyond it

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import rollout
 from beyond.tiny import tiny_policy
 from data import Sample, toy_questions
-from kit.qwen import Model, Policy
+from kit.qwen import Policy
 from rollout import Rules, Trajectory
 from sandbox import Limits
 
@@ -59,8 +59,7 @@ def tied_policy() -> Policy:
     """The tiny network with the token embeddings for lm_head, as in Qwen2.5-VL-3B."""
     policy = tiny_policy(seed=0)
     policy.model.config.tie_word_embeddings = True
-    torch.manual_seed(0)
-    policy.model = Model(policy.model.config)
+    policy.model.tie_weights()
     return policy
 
 

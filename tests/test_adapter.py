@@ -15,13 +15,13 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import kit.adapter
+import kit.processes
 import train
 from beyond.tiny import tiny_policy
-from grpo import Objective, learn, log_probs
+from grpo import LogProbs, Objective, learn, log_probs
 from kit.adapter import ALPHA, adapted
 from kit.folder import Run, training_state
-from kit.processes import actor_of
+from kit.processes import actor_of, shard
 from kit.qwen import Model, Policy
 from rollout import load_policy, play
 from sft import mean_logp, rows_of
@@ -130,13 +130,14 @@ def test_the_same_seed_gives_the_same_adapter_and_leaves_other_draws_alone():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_is_the_policy_without_its_adapter(dtype, groups, tmp_path, monkeypatch):
     """No checkpoint is loaded for it, and no copy plays: there is one set of weights."""
-    monkeypatch.setattr(kit.adapter, "precision", lambda policy: dtype)
+    monkeypatch.setattr(kit.processes, "AS_ON_A_GPU", dtype == torch.bfloat16)
     monkeypatch.setattr(train, "load_policy", lambda *_: pytest.fail("loaded"))
     policy = adapted(tiny_policy(seed=0), 4, "seed")
     config = Config(out=str(tmp_path))
     run = Run(tmp_path, asdict(config), 60, 1)
     reference = train.reference_of(run, config, policy)
-    assert actor_of(policy) is policy
+    shard(policy, LogProbs(policy))
+    assert actor_of(policy) is policy and policy.sharded is None
     lent = {p.data_ptr() for p in reference.model.parameters()}
     own = [p for p in policy.model.parameters() if p.data_ptr() not in lent]
     assert {p.dtype for p in own} == {torch.float32} and all(p.requires_grad for p in own)
@@ -156,7 +157,7 @@ def test_the_reference_is_the_policy_without_its_adapter(dtype, groups, tmp_path
 def test_an_export_is_a_plain_checkpoint_and_the_adapter_lies_beside_it(
     dtype, groups, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(kit.adapter, "precision", lambda policy: dtype)
+    monkeypatch.setattr(kit.processes, "AS_ON_A_GPU", dtype == torch.bfloat16)
     policy = lively(adapted(tiny_policy(seed=0), 4, "seed"))
     policy.base.save(tmp_path / "base")
     before = [p.clone() for p in policy.model.parameters()]
