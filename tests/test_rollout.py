@@ -7,9 +7,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ import data
 import rollout
 from data import TAGS, Sample, parse
 from kit.qwen import Encoded, Policy
-from rollout import Rules, SeededSampling, TooLong, Trajectory, Turn, encode_prompt, play
+from rollout import Player, Rules, SeededSampling, TooLong, Trajectory, Turn, encode_prompt, play
 from sandbox import Observation
 
 
@@ -289,29 +287,32 @@ def test_what_a_rollout_samples_does_not_hang_on_its_company(policy, samples, mo
     assert sampled(samples[:3]) == together
 
 
-def test_each_turn_of_each_trajectory_draws_anew_and_whoever_sits_beside_it():
+def test_each_turn_of_each_trajectory_draws_anew_and_whoever_sits_beside_it(policy):
     turn = Turn("", None, None, 0, 0)
     live = [Trajectory(None, seed=s, turns=[turn] * n) for s in ("a", "b") for n in range(3)]
 
-    def draws(live):
-        batch = SimpleNamespace(ids=torch.zeros(len(live), 4), live=live)
-        return SeededSampling(batch, Rules(max_new_tokens=5)).draws.tolist()
+    def draws(live, said=0):
+        players = [Player(t, None, said=[0] * said) for t in live]
+        return SeededSampling(policy, players, 4, Rules(max_new_tokens=5)).draws.tolist()
 
     assert len({tuple(row) for row in draws(live)}) == 6
     assert draws(live[::-2]) == draws(live)[::-2]
+    assert [row[:3] for row in draws(live, said=2)] == [row[2:] for row in draws(live)]
 
 
 @given(st.lists(st.floats(-20, 20), min_size=2, max_size=9), st.sampled_from([0.5, 1.0, 2.0]),
        st.integers(0, 99))  # fmt: skip
 @example([0.0, -1e9, -1e9], 1.0, 0)
-def test_a_token_is_the_first_whose_cumulated_probability_exceeds_the_draw(scores, T, seed):
-    batch = SimpleNamespace(ids=torch.zeros(1, 4), live=[Trajectory(None, seed=f"{seed}")])
-    sampling = SeededSampling(batch, Rules(temperature=T, max_new_tokens=3))
+def test_a_token_is_the_first_whose_cumulated_probability_exceeds_the_draw(policy, scores, T, seed):
+    player, rules = Player(Trajectory(None, seed=f"{seed}"), None), Rules(temperature=T)
+    sampling = SeededSampling(policy, [player], 4, replace(rules, max_new_tokens=3))
     chosen = sampling(torch.zeros(1, 6), torch.tensor([scores])).argmax().item()  # its third token
     weights = [math.exp((score - max(scores)) / T) for score in scores]
     draw, below = sampling.draws[0, 2].item(), sum(weights[:chosen]) / sum(weights)
     assert below - 1e-6 <= draw <= below + weights[chosen] / sum(weights) + 1e-6
     assert weights[chosen] > 0
+    logp = math.log(weights[chosen] / sum(weights))
+    assert sampling.logp[0].item() == pytest.approx(logp, abs=1e-4)
 
 
 def test_control_tokens_are_never_sampled(policy, samples):
@@ -387,17 +388,6 @@ def test_the_rules_confine_what_code_may_use(policy, samples, monkeypatch):
         play(policy, samples[:1], 2, RULES)
     assert made == [(samples[0].image, RULES.limits, RULES.allow_weak_sandbox)] * 2
     assert RULES.limits != Rules().limits
-
-
-def test_a_batch_goes_on_when_all_its_programs_are_done_and_none_waits_for_another():
-    one, two, three = (Future() for _ in range(3))
-    batches = [SimpleNamespace(programs=[one, two]), SimpleNamespace(programs=[three])]
-    mixed, slow = batches
-    one.set_result(None), three.set_result(None)
-    assert rollout.take_ready(batches) is slow and batches == [mixed]
-    threading.Timer(0.2, two.set_result, [None]).start()
-    assert rollout.take_ready(batches) is mixed and two.done()
-    assert rollout.take_ready([SimpleNamespace(programs=())]).programs == ()  # the first turn
 
 
 def test_unfinished_code_runs_only_if_the_message_ended(policy, samples):
