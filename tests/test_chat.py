@@ -8,9 +8,11 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -248,6 +250,27 @@ def test_pauses_grow_and_are_as_long_as_the_server_asks(pauses):
     with serving(busy, busy, later, busy) as server:
         assert ask(server, attempts=4)[0] is None
     assert 0 < pauses[0] < pauses[1] < pauses[2] == 100 and len(server.bodies) == 4
+
+
+@pytest.mark.parametrize(
+    "headers, least, most",
+    [
+        ({"Retry_After": "1.5"}, 1.5, 1.5),
+        ({"retry_after_ms": "800"}, 0.8, 0.8),
+        ({"Retry_After": "soon"}, 0.1, 60),
+    ],
+)
+def test_a_server_may_ask_for_a_pause_in_every_form_of_the_header(pauses, headers, least, most):
+    with serving(error(429, "busy", **headers), says("1")) as server:
+        assert ask(server)[0] is not None
+    assert least <= pauses[0] <= most
+
+
+def test_a_server_may_ask_for_a_pause_until_a_date(pauses):
+    date = formatdate(time.time() + 50, usegmt=True)  # in whole seconds
+    with serving(error(429, "busy", Retry_After=date), says("1")) as server:
+        assert ask(server)[0] is not None
+    assert 8 < pauses[0] <= 50  # the first pause of the client's own is below one second
 
 
 # A reply that is whole, but of no use
