@@ -39,8 +39,7 @@ from PIL import Image
 from kit.boxes import Box
 from kit.grammar import ending
 from kit.schemas import rl_fields
-from kit.tables import read_rows, upright_rgb
-from kit.usable import Usable, blaming
+from kit.tables import Usable, blaming, read_rows, upright_rgb
 from sandbox import Observation
 
 
@@ -358,7 +357,7 @@ def load_rl(
     on_bad    "skip" lists rows that cannot be used; "stop" raises ValueError at the first one
     fits      raises ValueError for a sample that is too long to play (rollout.check_fits)
     fits_key  all that decides what `fits` finds: limits, Policy.version(). Findings are kept for
-              the next start (kit/usable.py), but not those of a `fits` without its key
+              the next start (kit/tables.py), but not those of a `fits` without its key
     """
     rows = read_rows(where)
 

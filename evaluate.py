@@ -65,7 +65,7 @@ from kit.perturbations import PERTURBATIONS, check_perturbations
 from kit.processes import actor_of, gathered, processes
 from kit.qwen import Policy, check_checkpoint
 from kit.records import Records, Unusable, file_of, join, opened, waves_left, write
-from kit.usable import Usable
+from kit.tables import Usable
 from rewards import BoxJudge, ChatJudge, Judge, Lambdas, Reward, score
 from rollout import Rules, TooLong, Trajectory, Turn, load_policy, play
 from sandbox import Observation

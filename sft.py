@@ -29,8 +29,7 @@ from grpo import Row, apply_gradient, blank_row, group_row, log_probs
 from kit.processes import gathered, level
 from kit.qwen import Policy
 from kit.schemas import Demonstrated, thyme_fields
-from kit.tables import Lazy, read_rows
-from kit.usable import Bad, Skipped, Usable, blaming
+from kit.tables import Bad, Lazy, Skipped, Usable, blaming, read_rows
 from rewards import format_error
 from rollout import Rules, Trajectory, begin, check_fits, encode_observation, encode_prompt
 from rollout import listen, load_policy, speak

@@ -43,11 +43,7 @@ def columns_of(runs: Sequence[str]) -> dict[str, dict]:
 
 def compare(columns: dict[str, dict], path: Path) -> None:
     """One figure: a row for each rate, a mark for each column, a line for its 95 % interval."""
-    measured = {name for metrics in columns.values() for name in metrics} - {
-        "n",
-        "ungraded",
-        "score_bounds",
-    }
+    measured = {name for metrics in columns.values() for name in metrics} - {"n", "ungraded"}
     labels = {name: label for name, label in LABELS.items() if name in measured}
     size = 8, 1.5 + 0.35 * len(labels) + 0.25 * len(columns)
     figure = Figure(figsize=size, layout="constrained")

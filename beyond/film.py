@@ -2,7 +2,7 @@
 film.py: one episode as a picture, OUT/film.png.
 
 Concept     The image with what was looked at, what each turn wrote and was shown, and who chose
-            each token. It is the first right and faithful episode; if there is none, the first.
+            each token. The first right and faithful episode; if there is none, the first.
 Paper       nothing: a picture for a README or a talk
 In          the folder of a run with trajectories.jsonl
 Out         film.png

@@ -2,9 +2,8 @@
 filters.py: what a data set holds, and the paper's three filters of its RL data.
 
 Concept     A question teaches nothing if no image holds its answer, if its label is wrong, or if
-            the policy is always right. The paper drops such questions by source, label and
-            difficulty. The last two cost hours of a model's time, so each finding becomes a line
-            of a record at once, and is never asked for again.
+            the policy is always right. The paper drops such questions. The last two filters cost
+            hours of a model's time, so each finding becomes a line of a record at once.
 Paper       CodeV, arXiv:2511.19661: how CodeV-RL-Data is made of ThinkLite-70K and DeepEyes-47K
 In          a data set that load_rl reads (--describe also takes demonstrations); a judge; a model
 Out         OUT.parquet, for the next filter or for training; OUT.txt, what was left out and why
@@ -33,12 +32,11 @@ from tqdm import tqdm
 
 from data import Sample, load_rl
 from kit.chat import picture_part, text_part
-from kit.flags import knob, parse, refusals
+from kit.flags import knob, parse, refusals, shared
 from kit.processes import actor_of
 from kit.qwen import Policy
 from kit.schemas import KINDS, cell_of, named
-from kit.tables import Rows, image_bytes, read_rows
-from kit.usable import Usable
+from kit.tables import Rows, Usable, image_bytes, read_rows
 from rewards import ChatJudge, Lambdas, score
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sft import load_thyme
@@ -76,7 +74,7 @@ class Options:
 
 # The three filters
 
-Verdict = namedtuple("Verdict", ("word", "reason"))  # word: one of VERDICTS, or "no verdict"
+Verdict = namedtuple("Verdict", ("word", "reason"))  # word: of VERDICTS, or "no verdict"
 UNASKED = Verdict("no verdict", "not asked yet, or no answer came: run the same command again")
 
 
@@ -133,8 +131,8 @@ def by_difficulty(
         return [None if None in group else {"right": int(sum(group))} for group in answers]
 
     def verdict(right: int) -> Verdict:
-        often = right / n > options.max_accuracy
-        return Verdict("drop" if often else "keep", f"{right} of {n} right")
+        word = "drop" if right / n > options.max_accuracy else "keep"
+        return Verdict(word, f"{right} of {n} right")
 
     decisive = ("model", "samples", "turns", "max_pixels", "max_new_tokens", "judge_model")
     setting = {name: getattr(options, name) for name in decisive}
@@ -142,14 +140,11 @@ def by_difficulty(
     return [verdict(line["right"]) if line else UNASKED for line in lines]
 
 
-Ask = Callable[[list[Sample]], list[dict | None]]
-
-
 def asked_once(
-    samples: Sequence[Sample], ask: Ask, setting: dict, record: Path, batch: int
+    samples: Sequence[Sample], ask: Callable, setting: dict, record: Path, batch: int
 ) -> list[dict | None]:
-    """What `ask` finds of each sample, or None. A finding becomes a line of `record` at once, and
-    is not asked for again: neither after a crash, nor by another run. Of several processes each
+    """What ask(some samples) finds of each, or None. A finding becomes a line of `record` at once,
+    and is not asked for again: neither after a crash, nor by another run. Of several processes each
     asks about its own part, and writes a record of its own; whoever comes later reads them all."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     mine = record.with_suffix(f".{rank}.jsonl") if world > 1 else record
@@ -207,7 +202,7 @@ def fingerprint(sample: Sample) -> str:
 def write_sieved(out: Path, samples: Usable, rows: Rows, verdicts: list[Verdict]) -> Counter:
     """What to keep as `out`, a parquet file that load_rl reads, with the images' own bytes; and
     beside it, as .txt, a list for people of all that was not kept, and why."""
-    texts = {name: pa.string() for name in ("id", "question", "answer", "kind", "data_source")}
+    texts = dict.fromkeys(("id", "question", "answer", "kind", "data_source"), pa.string())
     lists = {"options": pa.list_(pa.string()), "boxes": pa.list_(pa.list_(pa.int64()))}
     image = {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()})}
     schema = pa.schema(texts | lists | image)
@@ -263,8 +258,8 @@ def describe(where: str, policy: Policy | None, rules: Rules) -> str:
         items = ((s, len(encode_prompt(policy, s, False).ids) if policy else 0, "") for s in usable)
 
     forms = {r"\(?[A-Z]\)?": "a letter", r"[-+]?[\d.,]+%?": "a number", r"[\s\S]*": "a text"}
-    count: dict[str, Counter] = {"source": Counter(), "answers": Counter(), "programs": Counter()}
-    tokens, sizes = list[int](), list[tuple[int, str]]()
+    count = {name: Counter() for name in ("source", "answers", "programs")}
+    tokens, sizes = [], []
     for sample, length, programs in tqdm(items, where, len(usable), mininterval=5, leave=False):
         width, height = sample.image.size
         sizes.append((width * height, f"{width}x{height}"))
@@ -327,16 +322,16 @@ def run(options: Options) -> str:
         raise ValueError("--difficulty needs --model")
     if not options.describe:
         check_out(options.out, where)
-    names = ("turns", "max_length", "max_new_tokens", "allow_weak_sandbox")
-    rules, policy = Rules(**{name: getattr(options, name) for name in names}), None
+    rules, policy, judge = shared(options, Rules), None, None
     if options.model:
         place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
         policy = load_policy(options.model, place, options.max_pixels, weights=plays)
         policy = actor_of(policy) if plays else policy  # on a GPU it plays in bf16
     if options.describe:
         return describe(where, policy, rules)
-    asked = options.judge_url, options.judge_model
-    judge = LabelJudge(*asked, max_tokens=options.judge_tokens) if options.judge_url else None
+    if options.judge_url:
+        asked = options.judge_url, options.judge_model
+        judge = LabelJudge(*asked, max_tokens=options.judge_tokens)
     samples, rows = load(where, policy if plays else None, rules), read_rows(where)
     if options.drop_sources:
         verdicts = by_source(rows, samples.keys, options.external)

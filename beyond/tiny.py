@@ -54,8 +54,8 @@ CHAT_TEMPLATE = """\
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, like Qwen's: any text becomes tokens and comes back unchanged. The toy's
     words and coordinates are single tokens; everything else is spelt in bytes."""
-    control = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
-    control = [f"<|{word}|>" for word in control]
+    words = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
+    control = [f"<|{word}|>" for word in words]
     tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
     asked = "Which texture is on the red square ? What color is the object at a1 ? Where is the"
     said = "I need a closer look at . I can see it . The crop shows it .\nuser\nassistant\n"

@@ -2,8 +2,8 @@ r"""
 answers.py: which text counts as right. One table of rules.
 
 Concept     An answer is right if it says what the reference says, and nothing else. Markup, units
-            and articles around it do not count. The rules below decide alone where they can. Only
-            an open answer, one in words, may go to a judge.
+            and articles around it do not count; nothing is converted. The rules below decide alone
+            where they can. Only an open answer, one in words, may go to a judge.
 Paper       CodeV, arXiv:2511.19661, grades by exact match, by rules for numbers and choices, and
             by a judge for open answers. We did not find its rules: the table below is ours.
 In          a reply (the text of an <answer>), a reference, the texts of the options if any
@@ -56,14 +56,13 @@ same thing ("azure" for blue) are right if a judge says so. Text before the last
 "answer:", or outside the last \boxed{}, is working. More than 1,000 characters are wrong.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from string import ascii_uppercase as LETTERS
 
-from kit.amounts import read_number, same_number, split_unit
-from kit.formulas import FUNCTIONS, GROUP, plain
+import mpmath as mp
+
+from kit.formulas import DIGITS, FUNCTIONS, GREEK, GROUP, near, plain, value_of
 from kit.grader import GRADER
 
 MAX_ANSWER = 1000  # characters: long answers are how graders get talked round
@@ -170,27 +169,24 @@ def read_choices(reply: str, options: Sequence[str] = ()) -> set[str]:
 def one_choice(text: str, texts: Sequence[str]) -> str | None:
     """The one option that a plain text names. The letter counts first, then the text to the
     letter, then letter and text, which must agree, then a text that means the same."""
+    first = dict(zip(LETTERS, [LETTERS[texts.index(each)] for each in texts] or LETTERS))
 
-    def fitting(text: str) -> list[str]:
+    def fitting(text: str) -> set[str]:
         for rule in (str.__eq__, same_text, same):
-            if fits := [LETTERS[i] for i, each in enumerate(texts) if rule(text, each)]:
-                return [*dict.fromkeys(map(first, fits))]
-        return []
+            if fits := {first[letter] for letter, each in zip(LETTERS, texts) if rule(text, each)}:
+                return fits
+        return set()
 
-    def first(letter: str) -> str:
-        return LETTERS[texts.index(texts[LETTERS.index(letter)])] if texts else letter
-
-    letters = LETTERS[: len(texts) or None]
     match = LETTER.fullmatch(text)
     letter, rest = (match[1].upper(), match[2] or "") if match else ("", "")
-    if not letter or letter not in letters or rest and text in texts:  # or an option "I. ..."
+    if letter not in first or rest and text in texts:  # or an option "I. ..."
         fits = fitting(text)
-        return fits[0] if len(fits) == 1 else None
+        return fits.pop() if len(fits) == 1 else None
     if rest and (fits := fitting(rest)):
-        return first(letter) if first(letter) in fits else None
+        return first[letter] if first[letter] in fits else None
     other_number = texts and read_number(rest) and read_number(texts[LETTERS.index(letter)])
     names = {name.upper() for found in ANOTHER.findall(rest) for name in found if name}
-    return None if other_number or names & {*letters} - {letter} else first(letter)
+    return None if other_number or names & {*first} - {letter} else first[letter]
 
 
 def same_answer(reply: str, reference: str) -> bool:
@@ -205,7 +201,9 @@ def same(reply: str, reference: str) -> bool:
         return same_number(*said, *wanted)
     if same_text(reply, reference):
         return True
-    (reply, unit), (reference, wanted_unit) = split_unit(reply), split_unit(reference)
+    (reply, unit), (reference, wanted_unit) = (
+        (text, "") if text.endswith("%") else split_unit(text) for text in (reply, reference)
+    )
     if unit != wanted_unit and unit and wanted_unit or LONG_WORD.search(f"{reply} {reference}"):
         return False
     formula = any(FORMULA.search(t) or OPERAND.search(t) for t in (reply, reference))
@@ -233,3 +231,81 @@ def conclusion(reply: str) -> str:
 def final_answer(reply: str) -> str:
     """What is left of a reply without its working and its markup."""
     return plain(conclusion(reply))
+
+
+# Amounts: "5 cm", "$5" and "28 percent" are a number and perhaps a unit, which counts only where
+# both name one.
+
+WHOLE = r"0*[1-9]\d*"  # what may stand under a number
+NUMBER = (  # 2 1/2, or 3, 1,234.5, 1.6e-19, 2 * 10^3, 1/2
+    rf"[-+]? ?(?:\d+(?: \d+/{WHOLE}| ?\\frac\{{\d+\}}\{{{WHOLE}\}})|"
+    rf"(?:{DIGITS})(?:e[-+]?\d{{1,3}}| ?\* ?10 ?\^ ?[-+]?\d{{1,3}}\b)?(?: ?/ ?{WHOLE})?)"
+)
+PRODUCT = r"(?:[\d.,π√{}()*/ ]|\\frac)+"
+UNITS = {  # unit -> its names; symbols also take the prefixes k, c, m, ..., and names "kilo", ...
+    "m": "meter metre", "g": "gram gramme", "s": "second sec", "l": "L liter litre", "N": "newton",
+    "J": "joule", "W": "watt", "V": "volt", "Pa": "pascal", "Hz": "hertz", "Ω": "ohm",
+    "mol": "mole", "eV": "", "A": "ampere amp", "K": "kelvin", "cal": "calorie",
+    "min": "minute", "h": "hour hr", "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile",
+    "lb": "pound", "oz": "ounce", "°": "degree deg", "°C": "", "°F": "", "%": "percent pct",
+    "$": "dollar usd", "€": "euro", "£": "", "cc": "",
+}  # fmt: skip
+PREFIXES = {"kilo": "k", "centi": "c", "milli": "m", "deci": "d", "mega": "M", "giga": "G",
+            "micro": "μ", "nano": "n"}  # fmt: skip
+UNIT_OF = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
+NAMED = sorted(UNIT_OF, key=len, reverse=True)
+UNIT = re.compile(
+    rf"({'|'.join(PREFIXES)}|[kcmdMGμn])?({'|'.join(map(re.escape, NAMED))})(?:s|es)?"
+)
+FACTOR = re.compile(r" ?([*/]?) ?([^\W\d_]+|°[CF]?|[%$€£])\.?(?:\^?(-?\d))?")
+AMOUNTS = re.compile(  # what follows a number and is no unit: part of the number, or a letter
+    rf"(?:hundred|thousand|.illion|dozen|lakh|crore|hal(?:f|ve)|third|quarter|\w+th|squared|cubed|"
+    rf"and|or|to|{'|'.join(GREEK)})s?"
+)
+
+
+def read_number(text: str) -> tuple[mp.mpf, str] | None:
+    """(value, unit or "") if the whole plain text is one number, else None."""
+    number, unit = split_unit(text)
+    return (value_of(number)[0], unit) if re.fullmatch(NUMBER, number, re.I) else None
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """A number or a product and its unit; the whole text and "" if there is none."""
+    sign, currency, rest = re.fullmatch(r"([-+]?) ?([$€£]?) ?(.*)", text).groups()
+    for form in (NUMBER, PRODUCT):
+        match = re.fullmatch(rf"({form})(.*)", f"{sign}{rest}", re.I)
+        if match and (unit := read_unit(match[2])) is not None and (unit or currency):
+            return match[1].strip(), unit or currency
+    return text, ""
+
+
+def read_unit(text: str) -> str | None:
+    """The unit that a text after a number names, "" for none; None if the text is no unit."""
+    text = re.sub(r"(?:°|degrees?) ?([CF])(?:elsius|ahrenheit)?\b", r"°\1", text, flags=re.I)
+    text = re.sub(r"(?i)\b(?:square|sq\.?) (\w+)|(\w+) squared", r"\1\2^2", text)
+    text = re.sub(r"(?i)\b(?:cubic|cu\.?) (\w+)|(\w+) cubed", r"\1\2^3", text)
+    text = re.sub(
+        r"\bkm?p?h$", "km/h", text.replace("μ ", "μ").replace(" per ", "/").replace("mph", "mi/h")
+    ).rstrip()
+    if not re.fullmatch(rf"(?:{FACTOR.pattern})*", text):
+        return None
+    powers: dict[str, int] = {}
+    for over, name, power in FACTOR.findall(text):
+        match = UNIT.fullmatch(name) or len(name) > 1 and UNIT.fullmatch(name.lower())
+        if match:
+            name = PREFIXES.get(match[1], match[1] or "") + UNIT_OF[match[2]]
+        elif len(powers) or len(name) < 3 or text[0] != " " or AMOUNTS.fullmatch(name.lower()):
+            return None
+        powers[name.rstrip("s") or "s"] = int(power or 1) * (-1 if over == "/" else 1)
+    if text in ("s", "A", "K", "d", "in"):  # 1990s, 4K and 3A are no amounts
+        return None
+    return "*".join(name + f"^{power}" * (power != 1) for name, power in sorted(powers.items()))
+
+
+def same_number(said: mp.mpf, unit: str, wanted: mp.mpf, wanted_unit: str) -> bool:
+    """Whole numbers exactly, others within a millionth. 28% is 28 and also 0.28."""
+    shares = (x / 100 if its == "%" else x for x, its in ((said, unit), (wanted, wanted_unit)))
+    if {unit, wanted_unit} == {"%", ""} and near(*shares):
+        return True
+    return (unit == wanted_unit or "" in (unit, wanted_unit)) and near(said, wanted)

@@ -28,8 +28,7 @@ from PIL import Image
 from kit.answers import check_reference, final_answer, is_open, read_number, same_answer
 from kit.boxes import outwards
 from kit.grader import GRADER
-from kit.tables import image_bytes, read_image, read_rows
-from kit.usable import Bad, Usable, blaming
+from kit.tables import Bad, Usable, blaming, image_bytes, read_image, read_rows
 
 
 @dataclass(frozen=True)

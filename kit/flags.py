@@ -9,24 +9,20 @@ Out         an instance, its numbers within bounds; or a line that says what is 
 Left out    subcommands, short flags, abbreviations
 Read next   train.py, whose Config is the largest command line here
 
-    DOORS = {"--film": "beyond.film"}  # with this flag, beyond.film.main(argv) takes over
-
     @dataclass(frozen=True)
     class Options:
         '''What the program is for: --help begins with this.'''
         turns: int = knob(5, "turns of one try", "paper", least=1)  # --turns 5; [paper: 5]
-        limit: int | None = knob(None, "questions; else all", least=1)  # --limit 5
         quick: bool = knob(False, "few questions")  # --quick, --no-quick
         runs: list[str] = knob(None, "folders", word=True, nargs="*")  # RUN RUN, without a flag
 
-    if not through_door(argv, DOORS):
+    if not through_door(argv, DOORS):  # DOORS = {"--film": "beyond.film"}: its main takes over
         options = parse(Options, argv, DOORS)
         with refusals():  # what the user can mend becomes one line and status 2
             look_at(options.runs)
 """
 
 import importlib
-import linecache
 import math
 import operator
 from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, BooleanOptionalAction
@@ -72,9 +68,9 @@ def parse(kind: type[T], argv: list[str], doors=(), presets=None, by: str = "pre
         parser.add_argument(f.name if f.metadata["word"] else flag(f.name), **how)
     others = parser.add_argument_group("other programs, each with a --help of its own")
     for word in doors:
-        file = Path(__file__).parents[1] / doors[word].replace(".", "/")
-        header = linecache.getline(f"{file}.py", 2)
-        others.add_argument(word, nargs="...", default=SUPPRESS, help=header.strip())
+        file = Path(__file__).parents[1] / f"{doors[word].replace('.', '/')}.py"
+        header = file.read_text(encoding="utf-8").splitlines()[1]
+        others.add_argument(word, nargs="...", default=SUPPRESS, help=header)
     with refusals():
         return checked(kind(**vars(parser.parse_args(argv))))
 

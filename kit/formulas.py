@@ -2,8 +2,8 @@ r"""
 formulas.py: one spelling for mathematics, and a reader that takes a formula in whole or not at all.
 
 Concept     Two formulas are equal if they have the same value, whatever numbers their letters
-            stand for. The reader puts in a few numbers and compares. What its grammar does not
-            cover is no formula, so that no formula is ever compared in part.
+            stand for: here each letter stands for nine at once. What the grammar does not cover is
+            no formula, so that no formula is ever compared in part.
 Paper       nothing: CodeV does not say how formulas are compared
 In          texts as people, LaTeX and keyboards write them
 Out         plain(text): one spelling of all of them; equal(a, b) of two texts
@@ -20,14 +20,15 @@ from __future__ import annotations
 import operator
 import random
 import re
-import unicodedata
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from unicodedata import normalize
 
 import mpmath as mp
+import numpy as np
 
 mp.mp.dps, CANCELLED = 60, mp.mpf(10) ** -40  # digits; a sum so much less than its terms is 0
+TRIALS = 9  # a value is [TRIALS], an array of mpmath's numbers
 SIGNS = {
     "*": r"× · ⋅ ∙ \times \cdot \ast", "/": r"÷ ∕ ⁄ \div", "-": "− – ‐ ‑", "^": "**",
     "≤": r"<= ⩽ \le \leq \leqslant", "≥": r">= ⩾ \ge \geq \geqslant", "≠": r"!= \ne \neq",
@@ -41,10 +42,11 @@ GREEK = dict(zip(
     ("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho "
      "sigmaf sigma tau upsilon phi chi psi omega").split(), map(chr, range(0x3B1, 0x3CA)),
 ))  # fmt: skip
-SIGN_OF = {form: sign for sign, forms in SIGNS.items() for form in forms.split()} | {
-    "\\ ": " ",
-    "\\!": "",
-}
+SIGN_OF = {form: sign for sign, forms in SIGNS.items() for form in forms.split()}
+SIGN_OF |= {"\\ ": " ", "\\!": ""}
+FRACTIONS = {sign: normalize("NFKC", sign).split("⁄") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}
+FRACTIONS = {sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in FRACTIONS.items()}
+FRACTIONS = str.maketrans(FRACTIONS | {"º": "°", "˚": "°"})
 FORMS = "|".join(  # a command or a word ends where its letters end, and no word begins amid one
     (r"(?<![A-Za-z\\])" if form[0].isalpha() else "")
     + re.escape(form)
@@ -86,9 +88,8 @@ LAYOUT = {
 
 def plain(text: str) -> str:
     """A text without markup and outer punctuation, and with one spelling for each sign."""
-    text = re.sub("[⁰¹²³⁴-⁹⁺⁻ⁿ]+", r"^{\g<0>}", re.sub("[º˚]", "°", text))
-    text = re.sub("[¼-¾⅐-⅞]", lambda match: fraction(match[0]), text)
-    text, before = unicodedata.normalize("NFKC", text), None
+    text = re.sub("[⁰¹²³⁴-⁹⁺⁻ⁿ]+", r"^{\g<0>}", text.translate(FRACTIONS))
+    text, before = normalize("NFKC", text), None
     while text != before:
         before = text
         for pattern, new in MARKUP.items():
@@ -103,18 +104,13 @@ def plain(text: str) -> str:
     return text
 
 
-def fraction(sign: str) -> str:
-    above, below = unicodedata.normalize("NFKC", sign).split("⁄")
-    return rf"\frac{{{above}}}{{{below}}}"
-
-
-class Parts(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Parts:
     """What is no number: a list "," (in any order), a pair or an interval "()", "[)", ..., a ratio
     ":", or the sides of relations "=", "<", "<≤", ..."""
 
     kind: str
     members: list
-    named: bool = False  # "x = 3", which 3 also answers
 
 
 def joined(kind: str, left, right) -> Parts:
@@ -124,15 +120,15 @@ def joined(kind: str, left, right) -> Parts:
 
 def related(sign: str, left, right) -> Parts:
     chain = isinstance(left, Parts) and left.kind[0] in RELATIONS  # 1 < x < 2
-    kind, members = left[:2] if chain else ("", [left])
+    kind, members = (left.kind, left.members) if chain else ("", [left])
     if sign in ">≥":  # read from behind
         return Parts("<≤"[sign == "≥"] + kind, [right, *members])
     return Parts(kind + sign, [*members, right])
 
 
-def add(left, right):
-    value = left + right
-    return mp.mpf(0) if abs(value) <= CANCELLED * abs(left) else value
+def cleaned(value, scale=1):
+    """0 for what is so much less than the scale that only rounding is left of it."""
+    return np.where(abs(value) <= CANCELLED * abs(scale), mp.mpf(0), value)
 
 
 def root(degree, value):
@@ -145,14 +141,18 @@ BINARY = {  # how tightly a sign binds, and what it does; "" stands for no sign
     **{sign: (0, partial(joined, ",")) for sign in ",;"},
     **{sign: (1, partial(related, sign)) for sign in RELATIONS},
     ":": (2, partial(joined, ":")),
-    "+": (3, add),
-    "-": (3, lambda left, right: add(left, -right)),
+    "+": (3, lambda left, right: cleaned(left + right, left)),
+    "-": (3, lambda left, right: cleaned(left - right, left)),
     "*": (4, operator.mul),
     "/": (4, operator.truediv),
     "": (4, operator.mul),
     "^": (6, operator.pow),
 }
-AFTER = {"!": mp.factorial, "%": lambda x: x / 100, "°": lambda x: x * mp.pi / 180}
+AFTER = {
+    "!": np.frompyfunc(mp.factorial, 1, 1),
+    "%": lambda x: x / 100,
+    "°": lambda x: x * mp.pi / 180,
+}
 FUNCTIONS = {
     **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan")},
     **{name: getattr(mp, name) for name in "sinh cosh tanh sin cos tan cot sec csc exp".split()},
@@ -161,26 +161,24 @@ FUNCTIONS = {
     "log": mp.log,
 }
 CONSTANTS = {"π": mp.pi, "e": mp.e, "i": mp.j, "∞": mp.inf}
+CLOSING = {"(": ")]", "[": ")]", "{": "}", "\\{": ("\\}",)}
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 TOKEN = re.compile(
-    r" *((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?![\d.]))?|\.\d+"
-    rf"|\\frac|\\[{{}}]|\\?(?:{'|'.join(FUNCTIONS)})"
-    r"|[A-Za-zα-ωΑ-Ω](?:_(?:\{\w+\}|\w))?'*|[-+*/^=≠<>≤≥∈:,;!%°|_√∞(){}\[\]])"
+    rf"(?:{DIGITS})(?:[eE][-+]?\d{{1,3}}(?![\d.]))?|\\frac|\\[{{}}]|\\?(?:{'|'.join(FUNCTIONS)})"
+    r"|[A-Za-zα-ωΑ-Ω](?:_(?:\{\w+\}|\w))?'*|[-+*/^=≠<>≤≥∈:,;!%°|_√∞(){}\[\]]"
 )
 MIXED = re.compile(r"\d+ (?:frac \{ (\d+) \} \{ (\d+) \}|(\d+) / (\d+)(?! [!^]))")
+NAME = re.compile(r"(^|[,;(] ?)[^\W\d]\w*'*(?:\([a-z]\))? ?[=∈] ?")  # the "x =" of "x = 3"
 
 
 class Reader:
-    """Reads one text; `trial` decides what its letters stand for. Whatever cannot be read raises
-    ValueError, or what arithmetic raises."""
+    """Reads one text. What cannot be read raises ValueError, or what arithmetic raises."""
 
-    def __init__(self, text: str, trial: int) -> None:
-        self.tokens, self.at, self.trial, self.inside = [], 0, trial, ""
-        while text := text.strip():
-            if not (match := TOKEN.match(text)):
-                raise ValueError(f"expected a formula, got {text!r}")
-            self.tokens.append(match[1].lstrip("\\") if match[1][1:2].isalpha() else match[1])
-            text = text[match.end() :]
-        self.tokens += [""]
+    def __init__(self, text: str) -> None:
+        tokens, self.at, self.inside = TOKEN.findall(text), 0, ""
+        if "".join(tokens) != text.replace(" ", ""):
+            raise ValueError(f"expected a formula, got {text!r}")
+        self.tokens = [t.lstrip("\\") if t[1:2].isalpha() else t for t in tokens] + [""]
 
     def take(self, *signs: str) -> str:
         """The next token, if it is one of these; else "", and nothing is taken."""
@@ -189,15 +187,9 @@ class Reader:
         return token
 
     def need(self, *signs: str) -> str:
-        if not (token := self.take(*signs)):
+        if self.tokens[self.at] not in signs:
             raise ValueError(f"expected one of {signs}, got {self.tokens[self.at]!r}")
-        return token
-
-    def whole(self):
-        value = self.read(0)
-        if self.tokens[self.at]:
-            raise ValueError(f"expected the end, got {self.tokens[self.at]!r}")
-        return value
+        return self.take(*signs)
 
     def factor_follows(self) -> bool:
         token = self.tokens[self.at]
@@ -205,9 +197,11 @@ class Reader:
             return not self.inside
         return token in ("(", "{", "√", "frac", "∞") or token[:1].isalpha()
 
-    def read(self, loosest: float):
-        """The longest formula from here whose signs bind at least as tightly as `loosest`."""
-        start, value = self.at, self.atom()
+    def read(self, loosest: float, inside: str | None = None):
+        """The longest formula from here whose signs bind at least as tightly as `loosest`; inside:
+        where it stands, which tells factor_follows what ends a product."""
+        before, self.inside = self.inside, self.inside if inside is None else inside
+        value = self.atom()
         while True:
             while sign := self.take(*AFTER):
                 value = AFTER[sign](value)
@@ -215,111 +209,106 @@ class Reader:
             level, join = BINARY.get(sign, (-1, None))
             level += 0.5 * (sign == "" and self.inside == "function")
             if level < loosest:
+                self.inside = before
                 return value
-            named = sign in ("=", "∈") and NAMED.fullmatch("".join(self.tokens[start : self.at]))
             self.at += bool(sign)
             value = join(value, self.read(level + 0.1 * (sign != "^")))
-            value = value._replace(kind="=", named=True) if named else value
 
     def atom(self):
         if match := MIXED.match(" ".join(self.tokens[self.at : self.at + 8])):
             whole, (above, below) = self.tokens[self.at], filter(None, match.groups())
             self.at += match[0].count(" ") + 1
-            return mp.mpf(whole) + mp.mpf(above) / mp.mpf(below)
+            return number(whole) + number(above) / number(below)
         token, self.at = self.tokens[self.at], self.at + 1
         if token[:1].isdigit() or token[:1] == ".":
-            return mp.mpf(token.replace(",", ""))
+            return number(token)
         if token in ("+", "-"):
             return self.read(5) * (-1 if token == "-" else 1)
         if token in CLOSING:
-            value = self.within("", 0)
+            value = self.read(0, inside="")
             closed = token + self.need(*CLOSING[token])
             pair = token in "([" and isinstance(value, Parts) and value.kind == ","
-            return value._replace(kind=closed) if pair else value
+            return Parts(closed, value.members) if pair else value
         if token == "|":
-            value = self.within("bars", 3)
+            value = self.read(3, inside="bars")
             self.need("|")
             return abs(value)
         if token == "frac":
             return self.atom() / self.atom()
         if token == "√":
-            degree = self.within("", 0) if self.take("[") and self.tokens[self.at] else mp.mpf(2)
+            degree = self.read(0, inside="") if self.take("[") else number(2)
             self.take("]")
-            return root(degree, self.atom())
+            return np.frompyfunc(root, 2, 1)(degree, self.atom())
         if token in FUNCTIONS:
             return self.function(token)
         if not token[:1].isalpha() and token != "∞":
             raise ValueError(f"expected a formula, got {token!r}")
-        letter = random.Random(re.sub("[{}]", "", token))  # x_1 is x_{1}
-        powers = letter.sample([-9, 0, 9] * 3, TRIALS)  # so that no term hides behind a large one
-        numbers = [letter.choice((-1, 1)) * letter.uniform(1, 2) for _ in powers]
-        size = mp.mpf(10) ** powers[self.trial]
-        return +CONSTANTS.get(token, numbers[self.trial] * size)
-
-    def within(self, place: str, loosest: float):
-        """Read on; `place` tells factor_follows which signs end a product here."""
-        before, self.inside = self.inside, place
-        value = self.read(loosest)
-        self.inside = before
-        return value
+        return number(CONSTANTS[token]) if token in CONSTANTS else letter(token)
 
     def function(self, name: str):
         base = self.atom() if self.take("_") else None
-        power = self.read(6) if self.take("^") else 1
+        power = self.read(6) if self.take("^") else number(1)
         bracket = self.tokens[self.at] in CLOSING
-        value = self.atom() if bracket else self.within("function", 4.5)
-        if power == -1 and f"arc{name}" in FUNCTIONS:
-            name, power = f"arc{name}", 1
-        value = FUNCTIONS[name](value)
+        value = self.atom() if bracket else self.read(4.5, inside="function")
+        if f"arc{name}" in FUNCTIONS and (power == -1).all():
+            name, power = f"arc{name}", number(1)
+        value = np.frompyfunc(FUNCTIONS[name], 1, 1)(value)
         if name == "log":  # some mean 10 by no base, some e: it is a number of its own
-            value /= mp.log(base) if base else Reader("λ_log", self.trial).atom()
-        return (mp.mpf(0) if abs(value) < CANCELLED and name != "exp" else value) ** power
+            value = value / (letter("λ_log") if base is None else np.frompyfunc(mp.log, 1, 1)(base))
+        return (value if name == "exp" else cleaned(value)) ** power
 
 
-CLOSING = {"(": ")]", "[": ")]", "{": "}", "\\{": ("\\}",)}
-NAMED = re.compile(r"[^\W\d]\w*'*(?:\([a-z]\))?")
-TRIALS = 9
+def number(value) -> np.ndarray:
+    """A constant, or the digits of one, as a value: the same in each trial. [TRIALS]"""
+    value = value.replace(",", "") if isinstance(value, str) else +value
+    return np.full(TRIALS, mp.mpmathify(value))
+
+
+def letter(name: str) -> np.ndarray:
+    """What a letter stands for. [TRIALS]"""
+    draw = random.Random(re.sub("[{}]", "", name))  # x_1 is x_{1}
+    powers = draw.sample([-9, 0, 9] * 3, TRIALS)  # so that no term hides behind a large one
+    numbers = [draw.choice((-1, 1)) * draw.uniform(1, 2) for _ in powers]
+    return np.array([x * mp.mpf(10) ** power for x, power in zip(numbers, powers)])
 
 
 def equal(one: str, other: str, places: int | None = None) -> bool:
     """Are two texts formulas of the same value, within one part in a million, or, if both are plain
-    numbers, when rounded to so many decimal places? Raises what reading and arithmetic raise for a
-    text that is none."""
-    said, wanted = readings(plain(one)), readings(plain(other))
-    if alike(said, wanted) or places is None:
-        return alike(said, wanted)
-    if any(isinstance(value, Parts) or mp.im(value) for value in (*said, *wanted)):
+    numbers, when rounded to so many decimal places? ("x = 3" has the value of 3, too.) Raises what
+    reading and arithmetic raise for a text that is none."""
+    one, other = plain(one), plain(other)
+    pairs = (one, other), (NAME.sub(r"\1", one), other), (one, NAME.sub(r"\1", other))
+    if any(alike(*map(value_of, pair)) for pair in pairs):
+        return True
+    said, wanted = value_of(one), value_of(other)
+    if places is None or any(isinstance(value, Parts) for value in (said, wanted)):
         return False
-    fixed = all(near(value, of[0]) for of in (said, wanted) for value in of)  # without letters
-    return fixed and round(float(said[0]), places) == round(float(wanted[0]), places)
+    fixed = all(near(x, value[0]) for value in (said, wanted) for x in value)  # without letters
+    real = mp.im(said[0]) == mp.im(wanted[0]) == 0
+    return fixed and real and round(float(said[0]), places) == round(float(wanted[0]), places)
 
 
-def readings(text: str) -> list:
-    """The value in each trial. ± makes a list of two."""
-    if not {"±", "∓"} & {*text}:
-        return [Reader(text, trial).whole() for trial in range(TRIALS)]
-    pair = (text.translate(str.maketrans("±∓", signs)) for signs in ("+-", "-+"))
-    return [Parts(",", [*values]) for values in zip(*map(readings, pair))]
+def value_of(text: str) -> np.ndarray | Parts:
+    if {"±", "∓"} & {*text}:
+        pair = (text.translate(str.maketrans("±∓", signs)) for signs in ("+-", "-+"))
+        return Parts(",", [*map(value_of, pair)])
+    reader = Reader(text)
+    value = reader.read(0)
+    reader.need("")  # the end
+    return value
 
 
-def alike(one: Sequence, other: Sequence) -> bool:
-    """Are two readings the same in every trial?"""
-    kinds = {getattr(reading[0], "kind", "") for reading in (one, other)}
-    if len(kinds) > 1:  # perhaps "x = 3" and "3"
-        one, other = (
-            [value.members[1] for value in reading] if getattr(reading[0], "named", 0) else reading
-            for reading in (one, other)
-        )
-        kinds = {getattr(reading[0], "kind", "") for reading in (one, other)}
-    if len(kinds) > 1:
+def alike(one, other) -> bool:
+    """Are two values the same in every trial?"""
+    kind = getattr(one, "kind", "")
+    if kind != getattr(other, "kind", ""):
         return False
-    kind = kinds.pop()
     if kind == "":
         return all(map(near, one, other))
-    one, other = ([*zip(*(value.members for value in reading))] for reading in (one, other))
+    one, other = [*one.members], [*other.members]
     if kind != ",":
         same = len(one) == len(other) and all(map(alike, one, other))
-        return same or kind in RELATIONS and proportional(kind, one, other)
+        return same or kind in [*RELATIONS] and proportional(kind, *one, *other)
     for member in one:
         twin = next((i for i, each in enumerate(other) if alike(member, each)), None)
         if twin is None:
@@ -328,14 +317,14 @@ def alike(one: Sequence, other: Sequence) -> bool:
     return not other
 
 
-def proportional(kind: str, one: Sequence, other: Sequence) -> bool:
+def proportional(kind: str, left, right, other_left, other_right) -> bool:
     """Is one relation of two sides the other one times a number, as 2x = 4 is x = 2?"""
-    if any(isinstance(value, Parts) for reading in (*one, *other) for value in reading):
+    if any(isinstance(side, Parts) for side in (left, right, other_left, other_right)):
         return False
-    one, other = ([left - right for left, right in zip(*sides)] for sides in (one, other))
-    if 0 in other:
+    gaps, others = left - right, other_left - other_right
+    if not all(others):
         return False
-    ratios = [a / b for a, b in zip(one, other)]
+    ratios = gaps / others
     allowed = ratios[0] != 0 if kind in "=≠" else mp.im(ratios[0]) == 0 and mp.re(ratios[0]) > 0
     return allowed and all(near(ratio, ratios[0]) for ratio in ratios)
 

@@ -1,8 +1,8 @@
 """
 page.py: one HTML file that shows what a policy looked at and what it answered.
 
-Concept     Nobody believes a rate that cannot be checked against pictures. A film strip shows one
-            episode: the image, what each turn wrote and what it saw, and who chose each token.
+Concept     A rate should be checked against pictures. A film strip shows one episode: the image,
+            what each turn wrote and what it saw, and who chose each token.
 Paper       nothing: the page is a tool for the reader
 In          trajectories.jsonl with its pictures; a table of texts; figures as PNG files
 Out         report.html: one file that asks for no other file and for no network

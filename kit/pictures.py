@@ -1,9 +1,9 @@
 """
 pictures.py: any picture becomes an upright, opaque one in RGB with 8 bits a channel.
 
-Concept     A picture comes from a data set, or from code in the sandbox. Both take the same way, so
-            that the same file looks the same wherever it is opened. What is deeper than 8 bits is
-            scaled, never clipped; what is transparent lies on white; a photo is turned upright.
+Concept     The same file looks the same wherever it is opened: by a data set, or by code in the
+            sandbox. What is deeper than 8 bits is scaled, never clipped; what is transparent lies
+            on white; a photo is turned upright.
 Paper       nothing: encoders of pictures take 8 bits a channel
 In          a PIL image of any mode
 Out         a PIL image in RGB

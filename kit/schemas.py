@@ -2,8 +2,7 @@
 schemas.py: the columns of public data sets, and what they hold of a question or a demonstration.
 
 Concept     Public sets agree on what a question is, and differ in where they keep it. One table
-            names the columns. Nothing is guessed: a row that lacks something is refused, and the
-            reason names the field.
+            names the columns. A row that lacks something is refused; the reason names the field.
 Paper       nothing: these are the layouts of its data, and our words for its task types
 In          a row, as tables.read_rows gives it
 Out         the fields of a data.Sample; the parts of a demonstration of Thyme-SFT
@@ -14,6 +13,7 @@ Read next   tables.py (files and pictures), data.load_rl and sft.load_thyme (who
 import re
 import reprlib
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +21,7 @@ from PIL import Image
 
 from kit.answers import check_reference
 from kit.boxes import outwards
-from kit.tables import read_image
-from kit.usable import Bad, blaming
+from kit.tables import Bad, blaming, read_image
 
 # Where a set keeps what a question needs; the first column that holds something counts. The form
 # of the RL library verl (CodeV-RL-Data, DeepEyes-47K), flat rows (ThinkLite-VL), our own.
@@ -54,7 +53,10 @@ def rl_fields(row: dict, number: int, folder: Path) -> dict:
         raise Bad("answer", f"expected a text or a number, got {answer!r}")
     answer = re.sub(r"(?s)^.*<answer>(.*)</answer>.*$", r"\1", str(answer)).strip()
     options, boxes = row.get("options") or [], row.get("boxes") or []
-    check_options(answer, options)
+    if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
+        raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
+    with blaming("answer"):
+        check_reference(answer, options)
     kind = row.get("kind") or KINDS.get(named(source, KINDS), "search")
     if kind not in ("search", "neutral"):
         raise Bad("kind", f"expected 'search' or 'neutral', got {kind!r}")
@@ -66,16 +68,15 @@ def rl_fields(row: dict, number: int, folder: Path) -> dict:
         got = reprlib.repr(boxes)
         raise Bad("boxes", f"expected [x0, y0, x1, y1] each, got {got}: {error}") from error
     id = str(row.get("id") or f"{source or 'row'}-{number}")
-    words = {"id": id, "question": question, "answer": answer, "options": tuple(options)}
-    return words | {"image": image, "kind": kind, "boxes": boxes, "source": source}
+    return dict(id=id, image=image, question=question, answer=answer, options=tuple(options),
+                kind=kind, boxes=boxes, source=source)  # fmt: skip
 
 
 def cell_of(row: dict, field: str):
     """The first cell of COLUMNS[field] that holds something, else None."""
     for column in COLUMNS[field]:
-        cell: object = row
-        for name in column.split("."):
-            cell = cell.get(name) if isinstance(cell, dict) else None
+        outer, _, inner = column.rpartition(".")
+        cell = ((row.get(outer) or {}) if outer else row).get(inner)
         if cell not in (None, "", []):
             return cell
     return None
@@ -97,14 +98,6 @@ def plain_question(text: str) -> str:
     """Without image placeholders and the metadata lines, which data.messages writes anew."""
     facts = r"\n[\s*]*#+ \W*(?:User Image|Output Format)"
     return re.split(facts, text.replace("<image>", ""))[0].strip()
-
-
-def check_options(answer: str, options: object) -> None:
-    """Options are texts, and the answer is right by its own rule. There may be no options."""
-    if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
-        raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
-    with blaming("answer"):
-        check_reference(answer, options)
 
 
 def named(source: str, words: Iterable[str]) -> str | None:
@@ -143,12 +136,10 @@ def thyme_fields(row: dict, folder: Path) -> Demonstrated:
     text = OTHER_PATH.sub(r"\1", text.replace("/mnt/data/temp_processed_images", "."))
     pieces = re.split(r"(?s)<sandbox_output>(.*?)</sandbox_output>", text)
     turns, shown = [turn.strip() for turn in pieces[::2]], pieces[1::2]
-    places = [row["question"].count("<image>"), *(piece.count("<image>") for piece in shown)]
+    places = [text.count("<image>") for text in (row["question"], *shown)]
     if places[0] != 1 or sum(places) != len(images):
         raise Bad("image", f"{len(images)} pictures for {places} places in question and outputs")
     first, *others = images
-    outputs = []
-    for piece, n in zip(shown, places[1:]):
-        outputs.append((piece.replace("<image>", ""), others[:n]))
-        others = others[n:]
+    left = iter(others)
+    outputs = [(t.replace("<image>", ""), [*islice(left, n)]) for t, n in zip(shown, places[1:])]
     return Demonstrated(plain_question(row["question"]), first, turns, outputs)

@@ -11,9 +11,8 @@ from kit.answers import check_reference, is_correct, is_open, read_choice, same_
 from kit.formulas import plain
 
 
-def specification():
-    """(reference, options, reply, right?) of each reply in the table at the head of answers.py."""
-    table = re.search(r" right +wrong\n(.*?)\n\n", answers.__doc__, re.DOTALL)[1]
+def rows_of(table):
+    """(reference, reply, options, right?) of each reply in a table like that of answers.py."""
     for line in table.splitlines():
         cells = re.split(r" {2,}", line.strip())
         if line[2] != " ":
@@ -25,150 +24,48 @@ def specification():
                 yield *(text.replace("↵", "\n") for text in (reference, reply)), options, right
 
 
-SPECIFICATION = [*specification()]
+MORE = r"""
+  B                 (B) the red one ; (b) ; B, not A             \boxed{C} ; (A) or (B) ; A, B
+                    B, because it is red ; (B) A red car         B, A
+                    \boxed{F = ma}, so the answer is B           (C) A red car
+  F                 F                                            \boxed{F = ma}
+  A                 A ; a                                        A red car
+  D                 Answer: A↵Final answer: D                    Answer: D↵Final answer: A
+  0.333333333       1/3                                          0.33333
+  5551234567        5551234567                                   5551234568
+  3 apples          3                                            3 pears
+  1                 3/3                                          10 ; 3-2 ; \frac12 \text{ or } 1
+  10                10.0                                         1
+  $5                5 dollars ; 5                                6 dollars ; 5 euros
+  7up               7up                                          7
+  12:30             12:30                                        24:60
+  no                No                                           on
+  C++               C++                                          C
+  x+1               1+x                                          1-x
+  2                 2 × 10^0                                     2 × 10^1
+  90 degrees        $90^\circ$ ; 90^{\circ}                      91°
+  red               the answer is red                            blue, red ; The answer is not red
+  yes               Yes                                          yes and no
+  New York          new york                                     York
+  blue [blue / red / 3 cm / 3 m]  A ; (A) blue                   the red ; E ; (B) blue
+  B [blue / red / 3 cm / 3 m]     B ; red ; (B) red ; a red      (A) red ; red or blue ; E
+  C [blue / red / 3 cm / 3 m]     3 cm ; C                       3 ; 3 m
+"""[1:]
+SPECIFICATION = [*rows_of(re.search(r" right +wrong\n(.*?)\n\n", answers.__doc__, re.DOTALL)[1])]
 
 
-@pytest.mark.parametrize("reference, reply, options, right", SPECIFICATION)
+@pytest.mark.parametrize("reference, reply, options, right", [*SPECIFICATION, *rows_of(MORE)])
 def test_the_specification(reference, reply, options, right):
     check_reference(reference, options)
     assert is_correct(reply, reference, options) is right
 
 
 def test_the_specification_is_read():
-    assert (
-        len(SPECIFICATION) > 180 and ("B", "red", ("red", "blue", "2 cm"), False) in SPECIFICATION
-    )
-
-
-MORE = [
-    # reference, reply, right?
-    ("B", "(B) the red one", True),
-    ("B", "A or B", False),
-    ("B", "", False),
-    ("B", "B", True),
-    ("B", " b\n", True),
-    ("B", "(b)", True),
-    ("B", "B.", True),
-    ("B", "**B**", True),
-    ("B", r"$\boxed{\text{B}}$", True),
-    ("B", r"\boxed{C}", False),
-    ("B", r"\boxed{F = ma}, so the answer is B", True),
-    ("F", r"\boxed{F = ma}", False),
-    ("B", "(A) or (B)", False),
-    ("B", "A, B", False),
-    ("B", "B, A", False),
-    ("B", "AB", False),
-    ("B", "not B", False),
-    ("B", "B, not A", True),
-    ("B", "B, because it is red", True),
-    ("A", "A", True),
-    ("A", "A red car", False),
-    ("B", "(B) A red car", True),
-    ("D", "Answer: **D**", True),
-    ("D", "**Answer:** D", True),
-    ("D", "Answer: A\nFinal answer: D", True),
-    ("1/2", r"\boxed{\frac{1}{2}}", True),
-    ("1234", "1,234", True),
-    ("1234", "1234.0", True),
-    ("1234", "1,23", False),
-    ("28%", "28 percent", True),
-    ("28%", r"28\%", True),
-    ("28%", "28", True),
-    ("28%", "0.28", True),
-    ("28%", "28 cm", False),
-    ("28%", "29", False),
-    ("0.5", ".50", True),
-    ("0.5", "50%", True),
-    ("0.5", "0.50001", False),
-    ("0.333333333", "1/3", True),
-    ("5551234567", "5551234568", False),
-    ("3", "3 apples", True),
-    ("3 apples", "3", True),
-    ("3 apples", "3 pears", False),
-    ("3", "3 million", False),
-    ("3", "3 or 4", False),
-    ("3", "about 3", False),
-    ("3", "three", False),
-    ("10", "1", False),
-    ("1", "10", False),
-    ("-5", "5", False),
-    ("-5", "−5", True),
-    ("5 cm", "5cm", True),
-    ("$5", "5 dollars", True),
-    ("7up", "7", False),
-    ("12:30", "24:60", False),
-    ("1", "3-2", False),
-    ("blue", "not blue", False),
-    ("blue", "Blue.", True),
-    ("blue", "the blue", True),
-    ("blue", '"blue"', True),
-    ("blue", "blue car", False),
-    ("blue", "yes, blue", False),
-    ("blue", r"\text{blue}", True),
-    ("blue", ":", False),
-    ("blue", "", False),
-    ("dark blue", "dark-blue", True),
-    ("no", "on", False),
-    ("C++", "C", False),
-    ("", "", False),
-    (r"2\sqrt{2}", r"The answer is $\sqrt{8}$.", True),
-    (r"2\sqrt{2}", r"\sqrt{9}", False),
-    ("x+1", "1+x", True),
-    ("3", "x=3", True),
-    ("1", r"\frac{1}{2} \text{ or } 1", False),
-    ("(1,2)", "(1, 2)", True),
-    ("1234", "1 234", False),
-    ("1.5", "1,5", False),
-    ("1234", r"\boxed{1{,}234}", True),
-    ("5 cm", r"\boxed{5\text{ cm}}", True),
-    ("5 cm", r"$5\,\mathrm{cm}$", True),
-    ("5 cm", "$5$ cm", True),
-    ("5 cm", r"\boxed{5\text{ m}}", False),
-    ("90°", r"90^{\circ}", True),
-    ("90 degrees", r"$90^\circ$", True),
-    ("(B)", "B", True),
-    ("(B)", "(A) red", False),
-    ("1/2", "1/3", False),
-    ("5 cm", "50 mm", False),
-    ("30", "30°", True),
-    ("-0.5", "-1/2", True),
-    ("2", "2 × 10^0", True),
-    ("red", "blue, red", False),
-    ("red", "the answer is red", True),
-    ("red", "The answer is not red", False),
-    ("yes", "Yes", True),
-    ("yes", "yes and no", False),
-    ("New York", "new york", True),
-    ("a", "A", True),
-]
-
-
-@pytest.mark.parametrize("reference, reply, right", MORE)
-def test_more_of_the_same(reference, reply, right):
-    assert is_correct(reply, reference) is right
+    assert len(SPECIFICATION) > 180
+    assert ("B", "red", ("red", "blue", "2 cm"), False) in SPECIFICATION
 
 
 OPTIONS = ("blue", "red", "3 cm", "3 m")
-
-
-@pytest.mark.parametrize(
-    "reference, reply, right",
-    [
-        ("B", "B", True),
-        ("B", "red", True),
-        ("red", "B", True),
-        ("B", "(B) red", True),
-        ("B", "(A) red", False),  # letter and text disagree
-        ("A", "(A) red", False),
-        ("B", "a red", True),  # an article, not option A
-        ("B", "red or blue", False),
-        ("B", "E", False),  # there is no E
-        ("C", "3 cm", True),
-        ("C", "3", False),  # it fits two options
-    ],
-)
-def test_an_option_may_be_named_by_letter_or_by_its_text(reference, reply, right):
-    assert is_correct(reply, reference, OPTIONS) is right
 
 
 def test_the_option_read_to_the_letter_wins_over_one_of_equal_meaning():
@@ -193,13 +90,10 @@ def test_a_reference_that_cannot_be_right_is_refused_when_it_is_loaded(reference
         check_reference(reference, options)
 
 
-def test_working_is_left_out_of_reply_and_reference():
-    assert same_answer("The answer is red", "red")
-    assert same_answer("red", "The answer is red")
-
-
 def test_no_answer_is_wrong_and_so_is_a_long_one():
-    assert not is_correct(None, "blue")
+    for reply in (None, "", ":", " b\n" * 400):
+        assert not is_correct(reply, "blue") and not is_correct(reply, "B")
+    assert is_correct(" b\n", "B") and not is_correct("", "")
     assert is_correct("1" * 1000, "1" * 1000)
     assert not is_correct("1" * 1001, "1" * 1001)
 
@@ -328,10 +222,7 @@ def test_law_equality_is_symmetric_where_both_sides_are_bare(one, other):
 @example(["red", "blue"], "A, B")
 def test_law_no_answer_equals_two_different_options(options, reply):
     assert sum(is_correct(reply, letter, options) for letter in "ABCDE"[: len(options)]) <= 1
-    named = [
-        letter for letter, text in zip("ABCDE", options) if is_correct(letter, letter, options)
-    ]
-    assert named == [*"ABCDE"[: len(options)]]
+    assert all(is_correct(letter, letter, options) for letter in "ABCDE"[: len(options)])
 
 
 DRESSES = (
@@ -369,35 +260,17 @@ def test_law_nothing_is_compared_in_part(formula, more):
 
 @pytest.mark.parametrize(
     "reference, options, reply",
-    [
-        ("B", (), "the second"),  # a letter is a choice
-        ("(B)", (), "the second"),
-        ("", (), "anything"),
-        ("red", ("red", "blue"), "crimson"),
-        ("3", (), "three"),
-        ("3 apples", (), "three apples"),
-        (r"\sqrt{2}", (), "the root of two"),
-        ("truck", (), None),
-        ("truck", (), "lorry " * 200),
-        ("truck", (), ""),
-        ("truck", (), ":"),
-        ("truck", (), " . * "),
-        ("truck", (), "Thought process:"),
-        ("truck", (), "Let's solve this problem step by step."),
-        ("truck", (), "Solution"),
-        ("truck", (), "Final answer:"),
-        ("truck", (), "The answer is:"),
-        ("truck", (), "OK. Sure, let me think"),
-    ],
-)
+    [("B", (), "the second"), ("(B)", (), "the second"),  # a letter is a choice
+     ("", (), "anything"), ("red", ("red", "blue"), "crimson"), ("3", (), "three"),
+     ("3 apples", (), "three apples"), (r"\sqrt{2}", (), "the root of two"),
+     *(("truck", (), reply) for reply in (
+         None, "lorry " * 200, "", ":", " . * ", "Thought process:", "Solution", "Final answer:",
+         "Let's solve this problem step by step.", "The answer is:", "OK. Sure, let me think"))],
+)  # fmt: skip
 def test_some_answers_are_not_for_a_judge(reference, options, reply):
     assert not is_open(reply, reference, options)
 
 
-def test_words_are_for_a_judge():
-    assert is_open("a lorry", "truck")
-
-
-def test_an_opener_followed_by_an_answer_is_one():
-    assert is_open("Let's see: a lorry", "truck")
-    assert is_open("so it is a lorry", "truck")
+@pytest.mark.parametrize("reply", ["a lorry", "Let's see: a lorry", "so it is a lorry"])
+def test_words_are_for_a_judge_also_after_an_opener(reply):
+    assert is_open(reply, "truck")

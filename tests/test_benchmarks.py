@@ -12,7 +12,7 @@ from evaluate import load_bench
 from evaluate import main as evaluate_main
 from kit.benchmarks import BENCHES, pictures, published, sheet
 from kit.tables import read_image
-from kit.usable import Bad
+from kit.tables import Bad
 from rewards import grade
 
 

@@ -115,21 +115,15 @@ def ask(server, text="Which?", **changes):
 # One question and its reply
 
 
-def test_a_question_is_one_plain_request_and_its_value_is_what_the_reader_makes_of_the_reply():
+@pytest.mark.parametrize("suffix", ["", "/", "/chat/completions", "/chat/completions/"])
+def test_a_question_is_one_plain_request_and_its_value_is_what_the_reader_makes_of_it(suffix):
     with serving(says("yes")) as server:
+        server.url += suffix
         assert ask(server)[0] == "YES"
-    assert server.bodies == [
-        {
-            "model": "m",
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "Which?"},
-            ],
-            "temperature": 0,
-            "max_tokens": 2048,
-        }
-    ]
-    assert server.paths == ["/v1/chat/completions"]
+    roles = {"system": "Be brief.", "user": "Which?"}
+    messages = [{"role": role, "content": said} for role, said in roles.items()]
+    whole = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 2048}
+    assert server.bodies == [whole] and server.paths == ["/v1/chat/completions"]
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
 
 
@@ -139,14 +133,6 @@ def test_a_message_may_hold_pictures_in_their_order():
         Chat(server.url, "m").ask("s", [*parts, text_part("last")], str)
     sent = server.bodies[0]["messages"][1]["content"]
     assert [part["type"] for part in sent] == ["text", "image_url", "text"] and sent[:2] == parts
-
-
-@pytest.mark.parametrize("suffix", ["", "/", "/chat/completions", "/chat/completions/"])
-def test_an_address_may_name_the_api_or_its_chat(suffix):
-    with serving(says("yes")) as server:
-        server.url += suffix
-        assert ask(server)[0] == "YES"
-    assert server.paths == ["/v1/chat/completions"]
 
 
 @pytest.mark.parametrize(
@@ -205,32 +191,30 @@ def test_a_server_in_trouble_is_asked_again(name, pauses):
         assert ask(server)[0] == "YES"
 
 
-NO_COMPLETION = {
-    "HTML": b"<html><body>502 Bad Gateway</body></html>",
-    "empty body": b"",
-    "no choices": b'{"choices": []}',
-    "null choices": b'{"choices": null}',
-    "an odd choice": b'{"choices": [5]}',
-    "an error": b'{"error": "model is loading"}',
-    "a list": b"[]",
-    "nested": b"[" * 100_000,
-    "not utf-8": b"\xff\xfe{}",
-}
-
-
-@pytest.mark.parametrize("name", NO_COMPLETION)
-def test_what_is_no_chat_completion_is_named(name):
-    with serving(NO_COMPLETION[name]) as server:
+@pytest.mark.parametrize(
+    "body",
+    [b"<html><body>502 Bad Gateway</body></html>", b"", b'{"choices": []}', b'{"choices": null}',
+     b'{"choices": [5]}', b'{"error": "model is loading"}', b"[]", b"[" * 100_000, b"\xff\xfe{}"],
+)  # fmt: skip
+def test_what_is_no_chat_completion_is_named(body):
+    with serving(body) as server:
         got, it = ask(server)
     assert got is None and "expected a chat completion, got b" in it.last_problem
 
 
-@pytest.mark.parametrize("status", [400, 402, 405, 413, 415, 422])
-def test_what_never_gets_better_is_asked_once(status, pauses):
-    with serving(error(status, "this request holds 9 images")) as server:
+TOO_LARGE = "max_tokens or max_completion_tokens is too large: 2048. The context has 1000."
+
+
+@pytest.mark.parametrize(
+    "status, said",
+    [*((status, "this request holds 9 images") for status in (400, 402, 405, 413, 415, 422)),
+     (400, "this model takes no images"), (400, "image not found"), (400, TOO_LARGE)],
+)  # fmt: skip
+def test_what_never_gets_better_is_asked_once(status, said, pauses):
+    with serving(error(status, said)) as server:
         got, it = ask(server)
     assert got is None and len(server.bodies) == 1 and not pauses
-    assert it.last_problem.startswith(f"status {status}: ") and "9 images" in it.last_problem
+    assert it.last_problem.startswith(f"status {status}: ") and said in it.last_problem
 
 
 def test_a_server_that_is_not_there_is_asked_again(pauses):
@@ -319,15 +303,6 @@ def test_a_refused_parameter_is_left_out_from_then_on(refusals, left, status, pa
         assert {k: v for k, v in body.items() if k not in ("model", "messages")} == left
 
 
-def test_a_limit_of_tokens_that_is_too_large_is_no_refused_parameter():
-    said = (
-        "'max_tokens' or 'max_completion_tokens' is too large: 2048. The context has 1000 tokens."
-    )
-    with serving(error(400, said)) as server:
-        got, it = ask(server)
-    assert got is None and len(server.bodies) == 1 and "too large" in it.last_problem
-
-
 def test_a_server_that_refuses_for_ever_is_not_asked_for_ever():
     with serving(error(400, "unsupported: temperature, max_tokens")) as server:
         assert ask(server)[0] is None
@@ -349,11 +324,11 @@ def test_a_wrong_key_address_or_model_is_told_at_once_but_not_in_the_middle(stat
         assert len(server.bodies) == 2
 
 
-@pytest.mark.parametrize("said", ["this model takes no images", "image not found"])
-def test_another_complaint_at_the_start_is_no_error(said):
-    with serving(error(400, said)) as server:
-        got, it = ask(server)
-    assert got is None and said in it.last_problem
+def test_a_model_that_is_refused_with_status_400_is_told_at_once():
+    with serving(error(400, "model judge-9 does not exist")) as server:
+        with pytest.raises(RuntimeError, match="judge-9"):
+            Chat(server.url, "judge-9").ask("s", "q", str)
+        assert Chat(server.url, "other").ask("s", "q", str) is None
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 500])
@@ -412,34 +387,31 @@ def test_proxies_of_the_environment_are_used_and_exceptions_from_them(monkeypatc
 # The cache
 
 
-def test_a_second_run_asks_nothing(tmp_path):
+def test_a_second_run_asks_nothing_and_the_folder_holds_no_key(tmp_path):
+    cache = tmp_path / "new" / "folder"
     with serving(says("yes")) as server:
-        got, it = ask(server, cache=tmp_path / "new" / "folder")
-        assert it.ask("Be brief.", "Which?", str.upper) == got == "YES"  # nor does the first
-        assert ask(server, cache=tmp_path / "new" / "folder", max_tokens=9)[0] == "YES"
+        _, it = ask(server, cache=cache)
+        assert it.ask("Be brief.", "Which?", str.upper) == "YES"  # nor does the first
+        assert ask(server, cache=cache, max_tokens=9)[0] == "YES"
         assert len(server.bodies) == 1
-        ask(server, "Another?", cache=tmp_path / "new" / "folder")
+        ask(server, "Another?", cache=cache)
         it.ask("Be long.", "Which?", str.upper)
-        other = Chat(server.url, "n", cache=tmp_path / "new" / "folder")
-        other.ask("Be brief.", "Which?", str.upper)
+        Chat(server.url, "n", cache=cache).ask("Be brief.", "Which?", str.upper)
         assert len(server.bodies) == 4  # another text, prompt or model is another question
+    (path,) = cache.iterdir()
+    assert path.read_text().count("YES") == 4 and KEY not in path.read_text()
 
 
-def test_without_a_folder_a_value_is_kept_in_memory():
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_value_is_what_json_gives_back_the_first_time_too(tmp_path, kept):
     with serving(says("yes")) as server:
-        _, it = ask(server)
-        assert it.ask("Be brief.", "Which?", str.upper) == "YES" and len(server.bodies) == 1
-
-
-def test_a_value_is_what_json_gives_back_the_first_time_too(tmp_path):
-    with serving(says("yes")) as server:
+        it = Chat(server.url, "m", cache=tmp_path if kept else None)
         for _ in range(2):
-            it = Chat(server.url, "m", cache=tmp_path)
-            assert it.ask("s", "u", lambda text: (0.5, text, None, False)) == [
-                0.5, "yes", None, False,
-            ]  # fmt: skip
+            it = Chat(server.url, "m", cache=tmp_path) if kept else it
+            read = lambda text: (0.5, text, None, False)  # noqa: E731
+            assert it.ask("s", "u", read) == [0.5, "yes", None, False]
         assert it.ask("s", "v", lambda text: 0) == 0  # a value, though it counts as false
-        assert Chat(server.url, "m", cache=tmp_path).ask("s", "v", lambda text: 1) == 0
+        assert it.ask("s", "v", lambda text: 1) == 0
     assert len(server.bodies) == 2
 
 
@@ -476,20 +448,11 @@ def test_processes_share_a_folder_and_each_writes_its_own_file(tmp_path, monkeyp
         for pid in (11, 12):
             monkeypatch.setattr(chat.os, "getpid", lambda pid=pid: pid)
             ask(server, f"by {pid}", cache=tmp_path)
-        assert [p.name.split("-")[-1] for p in sorted(tmp_path.iterdir())] == [
-            "11.jsonl",
-            "12.jsonl",
-        ]
+        names = [path.name.split("-")[-1] for path in sorted(tmp_path.iterdir())]
+        assert names == ["11.jsonl", "12.jsonl"]
         it = Chat(server.url, "m", cache=tmp_path)
         assert it.ask("Be brief.", "by 11", str) == it.ask("Be brief.", "by 12", str) == "YES"
         assert len(server.bodies) == 2
-
-
-def test_the_folder_holds_no_key(tmp_path):
-    with serving(says("yes")) as server:
-        ask(server, cache=tmp_path)
-    (path,) = tmp_path.iterdir()
-    assert path.read_text().strip() and KEY not in path.read_text()
 
 
 # Threads
@@ -616,9 +579,8 @@ def test_a_picture_keeps_its_colours():
 
 def test_only_those_who_ask_a_server_load_the_client():
     code = "import sys, kit.chat; print('openai' in sys.modules, 'httpx2' in sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=chat.__file__[:-12]
-    )
+    how = {"capture_output": True, "text": True, "cwd": chat.__file__[:-12]}
+    run = subprocess.run([sys.executable, "-c", code], **how)
     assert run.stdout.split() == ["False", "False"], run.stderr
 
 
@@ -643,15 +605,3 @@ def test_a_reply_that_drips_for_ever_ends_with_our_patience():
             assert "no whole answer within 0.3 s" in judge.last_problem
         finally:
             over.set()
-
-
-def test_an_error_of_the_reader_is_not_lost_in_its_thread():
-    with serving(says("x")) as server, pytest.raises(ZeroDivisionError):
-        Chat(server.url, "m").ask("s", "q", lambda text: 1 / 0)
-
-
-def test_a_model_that_is_refused_with_status_400_is_told_at_once():
-    with serving(error(400, "model judge-9 does not exist")) as server:
-        with pytest.raises(RuntimeError, match="judge-9"):
-            Chat(server.url, "judge-9").ask("s", "q", str)
-        assert Chat(server.url, "other").ask("s", "q", str) is None

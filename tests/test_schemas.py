@@ -9,7 +9,7 @@ from fixtures.make_fixtures import picture, png, rl_rows
 
 from kit.answers import is_correct
 from kit.schemas import KINDS, named, rl_fields
-from kit.usable import Bad
+from kit.tables import Bad
 
 PICTURE = picture(0)[0]
 PNG = png(PICTURE)

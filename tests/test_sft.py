@@ -21,7 +21,7 @@ from data import TAGS, demonstrations
 from grpo import group_row, log_probs, micro_batches
 from kit.qwen import Policy
 from kit.schemas import thyme_fields
-from kit.usable import Bad
+from kit.tables import Bad
 from rollout import TooLong, encode_prompt
 from sft import imitate, load_thyme, mean_logp, replay, replay_all, rows_of, shuffled
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kit.usable
-from kit.usable import Bad, Skipped, Usable
+import kit.tables
+from kit.tables import Bad, Skipped, Usable
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,7 +74,7 @@ def test_other_rows_limits_or_code_are_asked_about_anew(monkeypatch, tmp_path):
         assert sorted(again.asked) == [*range(total)]
     (tmp_path / "kit").mkdir()
     (tmp_path / "kit" / "schemas.py").write_text("VERSION = 2")
-    monkeypatch.setattr(kit.usable, "__file__", str(tmp_path / "kit" / "usable.py"))
+    monkeypatch.setattr(kit.tables, "__file__", str(tmp_path / "kit" / "tables.py"))
     again = Check({})
     assert len(again.load()) == 6 and len(again.asked) == 6
 
@@ -105,7 +105,7 @@ PROCESS = """
 import sys, time
 import datasets
 from pathlib import Path
-from kit.usable import Bad, Usable
+from kit.tables import Bad, Usable
 folder = Path(sys.argv[1])
 datasets.config.HF_DATASETS_CACHE = folder
 (folder / f"ready-{sys.argv[2]}").touch()
