@@ -228,7 +228,7 @@ def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
 def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     command("--drop-sources", RL, "--external", "chart", "--out", tmp_path / "1.parquet")
     judge = FakeJudge({"vstar-0": ("drop", "wrong")})
-    monkeypatch.setattr("beyond.filters.LabelJudge", lambda url, model: judge)
+    monkeypatch.setattr("beyond.filters.LabelJudge", lambda url, model, max_tokens: judge)
     address = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "fake")
     command("--check-labels", tmp_path / "1.parquet", *address, "--out", tmp_path / "2.parquet")
     short = ("--turns", 1, "--samples", 2, "--max-new-tokens", 4, "--max-length", 512)
