@@ -134,7 +134,8 @@ class Sandbox:
 
     def __del__(self) -> None:
         if self.socket:
-            self._kill()  # and no more: this may run anywhere, even while the server is asked
+            self._kill()
+            self.status.close()
 
     def close(self) -> None:
         with self.closing:  # closing twice is fine, even from two threads
@@ -167,8 +168,7 @@ class Sandbox:
             if self.lost and seen.restarted and missing:
                 seen.environment = "variables and files were lost to a failure of ours"
             self.lost = bool(seen.environment) and not self.socket
-        if seen.error and not seen.environment:
-            seen.red_lines.append("sandbox_error")
+        seen.red_lines += ["sandbox_error"] * bool(seen.error and not seen.environment)
         seen.seconds = time.monotonic() - began
         return seen
 
@@ -176,10 +176,10 @@ class Sandbox:
         """Have the server fork a worker, hand it the image, wait until it is walled in."""
         self.pidfd, began = None, time.monotonic()
         self.server, deadline = the_server(), began + self.limits.start
-        self.socket, theirs = socket.socketpair()
+        (self.socket, channel), (self.status, status) = socket.socketpair(), socket.socketpair()
         try:
-            with theirs:
-                self.server.fork(theirs.fileno(), self.limits.start)
+            with channel, status:
+                self.server.fork(channel, status)
             born = read_json(self.socket, deadline)
             if "failed" in born:
                 raise OSError(born["failed"])
@@ -281,10 +281,10 @@ class Sandbox:
         alone = self.pidfd is not None and ready(self.pidfd, patience)
         self._kill()
         try:
-            ended = None if self.pidfd is None else self.server.exit_of(self.pid)
-        except (OSError, EOFError):
-            ended = None  # the server is gone, init has reaped
-        if ended is None:
+            with self.status:  # which waits for no worker that never said its pid
+                patience = time.monotonic() + 5 * (self.pidfd is not None)
+                ended = read_json(self.status, patience)["exit"]
+        except (OSError, EOFError):  # init has reaped
             return None, "the sandbox server died"
         if not alone:
             return "RuntimeError: the process closed its channel", None

@@ -23,24 +23,23 @@ MOST_SIDE = 1 << 14  # ours: pixels, a side of what it makes
 UPRIGHT = "1+0j 0+1j"  # the way of a crop that is neither turned nor flipped: its right, its down
 COARSEST = 2.1  # ours: half the resolution (JPEG halves that of colour), and room for odd sizes
 
-# The eight ways to lay a picture down: as it is, then as in Image.Transpose, in its order.
-TURNS = [
-    lambda a: a,
-    lambda a: a[:, ::-1],
-    lambda a: a[::-1],
-    lambda a: np.rot90(a),
-    lambda a: np.rot90(a, 2),
-    lambda a: np.rot90(a, 3),
-    lambda a: a.swapaxes(0, 1),
-    lambda a: np.rot90(a, 2).swapaxes(0, 1),
-]
-BACK = [0, 1, 2, 5, 4, 3, 6, 7]  # the turn that undoes each of them
 LONGEST = 512  # ours: pixels, the longer side at which an edit is looked at, which bounds its cost
 WINDOW = 16  # ours: pixels, the side of a window in which an edit must follow the crop
 # Ours, from 34 honest edits and 22 bad ones on crops of six images. Most honest ones reach .99,
 # leave at most 16 of 255 unexplained, where drawings leave 22 to 100, and lose at most .41 of the
 # detail, where mosaics of four pixels and more lose .6 to .99. Strong equalising of text falls out.
 LEAST_CORRELATION, MOST_STRANGE, MOST_LOST = 0.9, 20, 0.5
+
+
+def lay(pixels: np.ndarray, way: int) -> np.ndarray:
+    """One of the eight ways to lay a picture down: mirrored at its diagonal from 4 on, and turned
+    counterclockwise by as many quarters as way has more than 0 or 4."""
+    return np.rot90(pixels.swapaxes(0, 1) if way > 3 else pixels, way % 4)
+
+
+def turn_back(way: int) -> list[list]:
+    """The step that undoes `lay`, if there is anything to undo: a mirror is its own inverse."""
+    return [["turn", way if way > 3 else 4 - way]] * (way > 0)
 
 
 def find(part: np.ndarray, whole: np.ndarray) -> list[list] | None:
@@ -56,8 +55,8 @@ def find(part: np.ndarray, whole: np.ndarray) -> list[list] | None:
         return None
     ys, xs = np.nonzero(candidates)
     tries = 16  # ours: full comparisons, which bounds the cost
-    for turn, lay in enumerate(TURNS):
-        turned = lay(part)
+    for way in range(8):
+        turned = lay(part, way)
         h, w = turned.shape[:2]
         first, column = divmod(int((turned[..., 1] == rarest).argmax()), w)
         inside = (ys >= first) & (ys - first <= whole.shape[0] - h)
@@ -69,8 +68,7 @@ def find(part: np.ndarray, whole: np.ndarray) -> list[list] | None:
             y, x = y[same], x[same]
         for y0, x0 in zip(y[:tries].tolist(), x[:tries].tolist()):
             if same_pixels(whole[y0 : y0 + h, x0 : x0 + w], turned):
-                back = [["turn", BACK[turn] - 1]] * (turn > 0)
-                return [["crop", x0, y0, x0 + w, y0 + h], *back]
+                return [["crop", x0, y0, x0 + w, y0 + h], *turn_back(way)]
         tries -= len(y[:tries])
     return None
 
@@ -92,7 +90,7 @@ def repeated(original: Image.Image, steps: object) -> Crop | None:
     """What these steps lead to. None if they are none, or too much work, or lose too much.
 
     crop    x0, y0, x1, y1                                whole pixels of the image before it
-    turn    method                                        of Image.Transpose
+    turn    way                                           1 to 7, see `lay`
     pil     w, h, filter, x0, y0, x1, y1, gap             Image.resize of that region
     cv2     w, h, fx, fy, interpolation                   cv2.resize, with w = h = 0 for factors
 
@@ -121,14 +119,12 @@ def _repeated(original: Image.Image, steps: list[list]) -> Crop:
         if name == "crop":
             image = image.crop((x0, y0, x1, y1))
         elif name == "turn":
-            (method,) = values
-            image = image.transpose(Image.Transpose(method))
-            if method in (0, 2, 3, 6):
-                corner, right = corner + w * right, -right
-            if method in (1, 3, 4, 6):
-                corner, down = corner + h * down, -down
-            if method in (2, 4, 5, 6):
-                right, down = down, right
+            (way,) = values
+            image = Image.fromarray(np.ascontiguousarray(lay(np.asarray(image), way)))
+            if way > 3:
+                right, down, w, h = down, right, h, w
+            for _ in range(way % 4):
+                corner, right, down, w, h = corner + w * right, down, -right, h, w
         else:
             to_w, to_h, *how = values
             if name == "cv2":
@@ -149,7 +145,7 @@ def _repeated(original: Image.Image, steps: list[list]) -> Crop:
     (x0, x1), (y0, y1) = sorted((corner.real, end.real)), sorted((corner.imag, end.imag))
     # 127.9999999 is 128: floats are not exact.
     box = outwards(x0 + 1e-6, y0 + 1e-6, x1 - 1e-6, y1 - 1e-6)
-    return Crop(image, box, f"{right / abs(right):.0f} {down / abs(down):.0f}")
+    return Crop(image, box, f"{right / abs(right) + 0:.0f} {down / abs(down) + 0:.0f}")
 
 
 def cv2_resized(image: Image.Image, w: int, h: int, fx: float, fy: float, how: int) -> Image.Image:
@@ -199,10 +195,10 @@ class Origins:
         if (pixels := some_pixels(picture)) is None:
             return None
         w, h = size_of(picture)
-        for turn, lay in enumerate(TURNS):
-            turned = (h, w) if turn in (3, 5, 6, 7) else (w, h)
-            if (steps := self.known.get((turned, lay(pixels).tobytes()))) is not None:
-                return [*steps, *[["turn", BACK[turn] - 1]] * (turn > 0)]
+        for way in range(8):
+            turned = (h, w) if way in (1, 3, 4, 6) else (w, h)
+            if (steps := self.known.get((turned, lay(pixels, way).tobytes()))) is not None:
+                return [*steps, *turn_back(way)]
         array = np.asarray(picture)
         if self.searches and array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3:
             self.searches -= 1
@@ -220,17 +216,21 @@ def size_of(picture: Image.Image | np.ndarray) -> tuple[int, int]:
     return picture.size if isinstance(picture, Image.Image) else picture.shape[1::-1]
 
 
+def spread(n: int) -> list[int]:
+    """Six places along a side of n pixels, the same from both ends."""
+    near = 0, (n - 1) // 5, 2 * (n - 1) // 5
+    return [*near, *(n - 1 - i for i in reversed(near))]
+
+
 def some_pixels(picture: object) -> np.ndarray | None:
     """36 pixels, [6, 6], each the sum of its channels: the same in RGB and BGR, and turned if the
     picture is. None for what is no picture."""
-
-    def spread(n: int) -> list[int]:
-        near = 0, (n - 1) // 5, 2 * (n - 1) // 5
-        return [*near, *(n - 1 - i for i in reversed(near))]
-
     if isinstance(picture, Image.Image) and min(picture.size):
-        xs, ys = map(spread, picture.size)
-        pixels = np.array([picture.getpixel((x, y)) for y in ys for x in xs])
+        (xs, ys), at = map(spread, picture.size), picture.load()
+        values = [at[x, y] for y in ys for x in xs]
+        if picture.mode == "RGB":  # most are; numpy takes longer
+            return np.array([r + g + b for r, g, b in values]).reshape(6, 6)
+        pixels = np.array(values)
     elif isinstance(picture, np.ndarray) and picture.ndim in (2, 3) and picture.size:
         pixels = picture[np.ix_(*map(spread, picture.shape[:2]))]
     else:

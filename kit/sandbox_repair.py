@@ -15,8 +15,8 @@ import re
 import textwrap
 
 FORBIDDEN = re.compile(
-    r"(os|posix)\.(renames?|replace|system|popen|kill|killpg|fork|forkpty|exec\w+|spawn\w+|"
-    r"posix_spawnp?)|shutil\.move|subprocess\.\w+|pathlib\.Path\(\)\.(rename|replace)"
+    r"(os|posix)\.(system|popen|kill|killpg|fork|forkpty|exec\w+|spawn\w+|posix_spawnp?)|"
+    r"subprocess\.\w+"
 )
 TYPOGRAPHIC = str.maketrans("“”„‘’′（），：；–−", "\"\"\"'''(),:;--")
 
@@ -88,31 +88,28 @@ def repair(code: str) -> tuple[str, list[str]]:
 
 def forbidden_call(tree: ast.AST) -> str | None:
     """A clear message for honest code. It is easily walked around; the walls hold without it."""
-    names = {"os": "os", "shutil": "shutil", "subprocess": "subprocess", "Path": "pathlib.Path"}
+    names, nodes = {"os": "os"}, [*ast.walk(tree)]
 
     def dotted(node):
         if isinstance(node, ast.Attribute):
             return f"{dotted(node.value)}.{node.attr}"
-        if isinstance(node, ast.Call):
-            return f"{dotted(node.func)}()"
         return names.get(node.id, "") if isinstance(node, ast.Name) else ""
 
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {a.asname or a.name: a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and FORBIDDEN.fullmatch(name := dotted(node.func)):
             return f"line {node.lineno} calls {name}"
     return None
 
 
 def rewrite(tree: ast.Module) -> ast.Module:
-    """As in a notebook, the last value is shown; `return` at top level and float slices work.
+    """As in a notebook, the last value is shown, and `return` at top level works.
 
-    The worker provides __display__, __return__, __lower__ and __whole__, and __parts__, which sees
-    what is cut out of an array.
+    The worker provides __display__, __return__, and __parts__, which sees what is cut by slices.
     """
 
     def call(name, value):
@@ -120,17 +117,8 @@ def rewrite(tree: ast.Module) -> ast.Module:
 
     for node in ast.walk(tree):
         match node:
-            case ast.Subscript(
-                slice=ast.Slice() | ast.Tuple(elts=[ast.Slice(), *_]), ctx=ast.Load()
-            ):
+            case ast.Subscript(slice=ast.Slice() | ast.Tuple(elts=[ast.Slice(), *_])):
                 node.value = call("__parts__", node.value)
-        match node:
-            case ast.Subscript(slice=ast.Tuple(elts=[ast.Slice() as y, ast.Slice() as x, *_])):
-                for bounds in y, x:
-                    if bounds.lower and not isinstance(bounds.lower, ast.UnaryOp):
-                        bounds.lower = call("__lower__", bounds.lower)
-                    if bounds.upper:
-                        bounds.upper = call("__whole__", bounds.upper)
     blocks = [tree]
     while blocks:  # all blocks of statements outside functions and classes
         for _, block in ast.iter_fields(blocks.pop()):

@@ -24,8 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from json import dumps, loads  # by name: code that patches json does not reach these
 
@@ -107,18 +106,19 @@ class Server:
     forked, so neither CUDA nor data, keys or open files of the trainer come with it."""
 
     def __init__(self):
-        self.owner, self.lock = os.getpid(), threading.Lock()
-        self.control, theirs = socket.socketpair()
+        self.owner = os.getpid()
+        self.control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "TMPDIR": tempfile.gettempdir()}
         environment |= {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment |= {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1"}  # sets in the same order
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         libraries = [find_spec(name) for name in ("numpy", "PIL", "cv2", "matplotlib")]
         files = [spec.origin for spec in libraries if spec and spec.origin]
         homes = {os.path.dirname(os.path.dirname(file)) for file in files}
         packages = [path for path in sys.path if path.endswith("-packages") or path in homes]
-        with theirs:  # -I drops PYTHONPATH and what is installed for one user
+        with theirs:  # -s drops what is installed for one user
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-c", DOOR, str(theirs.fileno()), root, *packages],
+                [sys.executable, "-s", "-c", DOOR, str(theirs.fileno()), root, *packages],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 cwd="/",
@@ -126,39 +126,18 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        try:
-            read_json(self.control, time.monotonic() + 120)
-        except (OSError, EOFError) as problem:
+        if not (ready(self.control, 120) and self.control.recv(1)):
             self.process.kill()
             raise RuntimeError(
                 "the sandbox server did not start, its error is printed above. It looks for "
                 f"packages in {', '.join(packages) or 'no folder'}"
-            ) from problem
+            )
+        self.control.settimeout(5.0)
 
-    def fork(self, descriptor: int, seconds: float) -> None:
-        """Ask for a worker at the other end of this socket. What becomes of it is said there."""
-        with self._turn(seconds):
-            socket.send_fds(self.control, [pack({"fork": True})], [descriptor])
-
-    def exit_of(self, pid: int, seconds: float = 5.0) -> int:
-        """The exit code of a worker that has ended, as of os.waitstatus_to_exitcode."""
-        with self._turn(seconds):
-            self.control.sendall(pack({"reap": pid}))
-            deadline = time.monotonic() + seconds
-            while (reply := read_json(self.control, deadline))["reaped"] != pid:
-                pass  # an answer that somebody stopped waiting for
-        return reply["exit"]
-
-    @contextmanager
-    def _turn(self, seconds: float) -> Iterator[None]:
-        """One thread at a time, each for a bounded time. Raises TimeoutError."""
-        if not self.lock.acquire(timeout=max(seconds, 0)):
-            raise TimeoutError("the sandbox server is busy")
-        try:
-            self.control.settimeout(max(seconds, 0.01))
-            yield
-        finally:
-            self.lock.release()
+    def fork(self, channel: socket.socket, status: socket.socket) -> None:
+        """Ask for a worker at the other end of `channel`. When it has ended, `status` says how:
+        {"exit": as of os.waitstatus_to_exitcode}. Raises OSError if the server does not listen."""
+        socket.send_fds(self.control, [b"fork"], [channel.fileno(), status.fileno()])
 
 
 _server: Server | None = None
@@ -176,33 +155,37 @@ def the_server() -> Server:
 
 def serve(control: socket.socket) -> None:
     """Import once, fork a worker on request. When the trainer ends, the server ends its workers."""
-    root, workers, exits, me = make_root(), set(), {}, os.getpid()
+    root, me, workers = make_root(), os.getpid(), {}  # a pidfd -> the pid, who wants to know
     os.environ["MPLCONFIGDIR"] = root  # where matplotlib writes its list of fonts
-    names = usual_names()
+    names, poll = usual_names(), select.poll()
     gc.freeze()  # a collection would write to shared memory, and so copy it
-    control.sendall(pack({"ready": True}))
+    poll.register(control, select.POLLIN)
+    control.send(b"!")
     while True:
-        try:
-            size, descriptors, _, _ = socket.recv_fds(control, 4, 1)
-            request = loads(read(control, *struct.unpack(">I", size)))
-        except (OSError, EOFError, struct.error):
-            break
-        pid = request.get("reap")
-        while workers - exits.keys():  # also of those that nobody asks about
-            ended, status = os.waitpid(-1, 0 if pid in workers - exits.keys() else os.WNOHANG)
-            if not ended:
-                break
-            exits[ended] = os.waitstatus_to_exitcode(status)
-        if pid is not None:
-            control.sendall(pack({"reaped": pid, "exit": exits.get(pid)}))
+        events = {descriptor for descriptor, _ in poll.poll()}
+        for ended in events & workers.keys():
+            pid, status = workers.pop(ended)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with status, suppress(OSError):  # nobody may want to know
+                status.sendall(pack({"exit": code}))
+            poll.unregister(ended)
+            os.close(ended)
+        if control.fileno() not in events:
             continue
-        with socket.socket(fileno=descriptors[0]) as channel:
+        try:
+            request, descriptors, _, _ = socket.recv_fds(control, 4, 2)
+        except OSError:
+            break
+        if not request:
+            break
+        channel, status = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+        with channel:
             folder = os.path.join(root, "none")
             try:
                 folder = tempfile.mkdtemp(dir=root)
                 pid = os.fork()
             except OSError as problem:  # only this start fails; the other workers live on
-                with suppress(OSError):
+                with status, suppress(OSError):
                     channel.sendall(pack({"failed": f"no worker: {problem}"}))
                     os.rmdir(folder)
                 continue
@@ -211,11 +194,10 @@ def serve(control: socket.socket) -> None:
                 os.closerange(4, 1024)
                 os.dup2(1, 2)  # /dev/null
                 work(socket.socket(fileno=3), folder, names, me)
-            workers.add(pid)
-            exits.pop(pid, None)
-    workers -= exits.keys()
-    for pid in workers:
-        os.kill(pid, signal.SIGKILL)
+            workers[pidfd := os.pidfd_open(pid)] = pid, status
+            poll.register(pidfd, select.POLLIN)
+    for pidfd in workers:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     remove(root)
 
 

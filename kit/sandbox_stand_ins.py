@@ -10,7 +10,9 @@ Left out    other libraries; trust: code may call the true functions, and forge 
 Read next   sandbox_worker.py (who uses this), sandbox_looks.py (where pixels come from)
 """
 
+import builtins
 import hashlib
+import io
 import math
 import os
 import re
@@ -40,13 +42,18 @@ def digest(image: Image.Image) -> bytes:
     return hashlib.blake2b(repr(image.size).encode() + image.tobytes()).digest()
 
 
+def is_path(file: object) -> bool:
+    return isinstance(file, (str, os.PathLike))
+
+
 class Recorder:
     """What one call shows, and what was repaired on the way. `begin` makes it ready for a call."""
 
     def __init__(self, limits: dict, folder: str, image: Image.Image):
         self.limits, self.origins = limits, Origins(image)
         self.folder, self.path = f"{folder}/work", f"{folder}/image.png"
-        self.made_up = set()  # folders elsewhere that code believes it has made
+        self.made_up = set()  # folders elsewhere that code believes to be there
+        self.believe("/mnt/data")  # where public traces keep their files
         self.bgr = False  # does the code keep its arrays as OpenCV does, blue first?
 
     def begin(self) -> None:
@@ -151,23 +158,27 @@ class Recorder:
             self.note(f"{said} -> {kept}: {', '.join(how) or 'rounded outwards'}")
         return kept
 
-    def is_own(self, file: object) -> bool:
-        """Is it a file in the working folder, and not the link to the input's?"""
-        paths = isinstance(file, (str, os.PathLike))
-        return paths and os.path.realpath(file).startswith(self.folder + "/")
+    def real(self, path: str | os.PathLike) -> str | None:
+        """Where it leads in the working folder; None if it leads elsewhere, as the link to the
+        input's file does."""
+        real = os.path.realpath(path)
+        return real if f"{real}/".startswith(self.folder + "/") else None
+
+    def believe(self, folder: str) -> None:
+        self.made_up |= {folder, *map(str, Path(folder).parents)}
 
     def meant(self, path: object) -> object:
-        """The path; or, if there is nothing, what the code may believe to have put there."""
-        if not isinstance(path, (str, os.PathLike)) or os.access(path, os.F_OK):
+        """The path; or, if it leads elsewhere and to nothing, what code believes to be there."""
+        if not is_path(path) or os.access(path, os.F_OK) or self.real(path):
             return path
         if os.path.abspath(path) in self.made_up:
             return self.folder
         mine = os.path.join(self.folder, os.path.basename(path))
-        return mine if os.path.isabs(path) and os.access(mine, os.F_OK) else path
+        return mine if os.access(mine, os.F_OK) else path
 
     def to_read(self, file: object) -> object:
         """The path, if it exists; or our file of that name; or, if it is INVENTED, the input."""
-        if not isinstance(file, (str, os.PathLike)) or os.access(file, os.F_OK):
+        if not is_path(file) or os.access(file, os.F_OK):
             return file
         name = os.path.basename(file)
         if os.path.isfile(mine := os.path.join(self.folder, name)):
@@ -181,11 +192,11 @@ class Recorder:
 
     def to_write(self, file: object, extension: str = "") -> object:
         """A path in the working folder; folders that it lacks are made."""
-        if not isinstance(file, (str, os.PathLike)):
+        if not is_path(file):
             return file
-        path = os.path.realpath(file)
-        inside = path.startswith(self.folder + "/")
-        if not inside:
+        path = inside = self.real(file)
+        if not path:
+            self.believe(os.path.dirname(os.path.abspath(file)))
             path = os.path.join(self.folder, os.path.basename(file) or "output")
         if not os.path.splitext(path)[1]:
             path += extension
@@ -198,26 +209,49 @@ class Recorder:
             self.note(f"made the folder {os.path.relpath(folder, self.folder)}")
         return path
 
-    def open(self, file, mode="r", *rest, **options):
-        path = self.to_write(file) if set(mode) & set("wax+") else self.to_read(file)
-        return open(path, mode, *rest, **options)
+    def own(self, path: object) -> object:
+        """What the code means by a path that it wants changed. Raises PermissionError outside."""
+        path = self.meant(path)
+        if not os.path.abspath(path).startswith(self.folder + "/"):
+            raise PermissionError(f"{str(path)[-80:]} is not in the working folder")
+        return path
 
 
 class Parts:
-    """An array while something is cut out of it: `array[index]`, remembered."""
+    """An array while slices are cut out of it, `array[y0:y1, x0:x1]`, which is remembered. Bounds
+    may be floats, and a start below 0 with an end above it is 0: numpy would find nothing there."""
 
-    def __init__(self, array: np.ndarray, origins: Origins):
-        self.array, self.origins = array, origins
+    def __init__(self, array: np.ndarray, w: Recorder):
+        self.array, self.w = array, w
 
     def __getitem__(self, index):
-        part = self.array[index]
-        slices = [*index, slice(None)][:2] if isinstance(index, tuple) else [index, slice(None)]
+        index = self.whole(index)
+        part, slices = self.array[index], [*index, slice(None)][:2]
         if isinstance(part, np.ndarray) and all(isinstance(s, slice) for s in slices):
-            ends = [s.indices(n) for s, n in zip(slices, self.array.shape)]
-            (y0, y1, down), (x0, x1, right) = ends
+            (y0, y1, down), (x0, x1, right) = map(slice.indices, slices, self.array.shape)
             if part.size and down == right == 1:
-                self.origins.made(part, self.array, ["crop", x0, y0, x1, y1])
+                self.w.origins.made(part, self.array, ["crop", x0, y0, x1, y1])
         return part
+
+    def __setitem__(self, index, value):
+        self.array[self.whole(index)] = value
+
+    def whole(self, index) -> tuple:
+        return tuple(map(self.bounds, index if isinstance(index, tuple) else (index,)))
+
+    def bounds(self, part: object) -> object:
+        """Of a slice: floats are rounded outwards. Anything else stays as it is."""
+        if not isinstance(part, slice):
+            return part
+        start, stop = part.start, part.stop
+        if any(isinstance(bound, (float, np.floating)) for bound in (start, stop)):
+            self.w.note("slice bounds rounded to whole pixels")
+            start = None if start is None else math.floor(start)
+            stop = None if stop is None else math.ceil(stop)
+        if start is not None and stop is not None and start < 0 <= stop:
+            self.w.note(f"slice start {start} set to 0")
+            start = 0
+        return slice(start, stop, part.step)
 
 
 def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
@@ -236,7 +270,7 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
     def _(old, file, *rest, **options):
         path = w.to_read(file)
         image = old(path, *rest, **options)
-        if w.is_own(path):
+        if is_path(path) and w.real(path):
             w.reloaded.add(digest(flat(image)))
         return image
 
@@ -285,24 +319,35 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
 
     @instead_of(os, "mkdir")  # os.makedirs and Path.mkdir call it
     def _(old, path, *rest, **options):
-        whole = os.path.abspath(path)
-        if whole.startswith(w.folder + "/") or os.access(path, os.F_OK):
+        if w.real(path) or os.access(path, os.F_OK):
             return old(path, *rest, **options)
-        parents = map(str, [whole, *Path(whole).parents])
-        w.made_up |= {parent for parent in parents if not os.access(parent, os.F_OK)}
+        w.believe(os.path.abspath(path))
         w.note(f"{str(path)[-80:]} is outside; what is saved there goes to the working folder")
 
-    for name in "stat", "listdir", "scandir":
-        instead_of(os, name)(lambda old, path=".", **options: old(w.meant(path), **options))
+    for owner in builtins, io:  # whoever calls it: Path, shutil, numpy
 
-    for owner, name in (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"):
+        @instead_of(owner, "open")
+        def _(old, file, mode="r", *rest, **options):
+            path = w.to_write(file) if set(mode) & set("wax+") else w.to_read(file)
+            return old(path, mode, *rest, **options)
 
-        @instead_of(owner, name)
-        def _(old, path, *rest, **options):
-            path = w.meant(path)
-            if "dir_fd" not in options and not os.path.abspath(path).startswith(w.folder + "/"):
-                raise PermissionError(f"{str(path)[-80:]} is not in the working folder")
-            return old(path, *rest, **options)
+    def new(path):
+        return w.to_write(w.meant(path))
+
+    for owner, names, *repairs in (
+        (os.path, "lexists", w.meant),  # glob calls it
+        (os, "stat listdir scandir", w.meant),
+        (os, "remove unlink rmdir", w.own),
+        (os, "rename replace", w.own, new),
+        (shutil, "rmtree", w.own),
+        (shutil, "move", w.own, new),
+    ):
+        for name in names.split():
+
+            @instead_of(owner, name)
+            def _(old, *paths, repairs=repairs, **options):
+                meant = [repair(path) for repair, path in zip(repairs, paths)]
+                return old(*meant, *paths[len(meant) :], **options)
 
     if cv2 := sys.modules.get("cv2"):
 
@@ -312,7 +357,7 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
             pixels = old(path, *rest)
             if pixels is None:
                 w.note(f"cv2.imread found no image at {str(path)[-80:]}")
-            elif w.is_own(path):
+            elif w.real(path):
                 w.reloaded.add(digest(flat(w.from_array(pixels))))
             return pixels
 

@@ -14,7 +14,6 @@ import ast
 import builtins
 import io
 import itertools
-import math
 import os
 import random
 import signal
@@ -59,13 +58,18 @@ class Worker(Recorder):
         warnings.simplefilter("ignore")
         random.seed(0)  # what code shows should not differ from run to run
         np.random.seed(0)
+        os.urandom = random._urandom = random.Random(0).randbytes  # uuid, secrets, default_rng
+        tempfile._name_sequence = map(str, itertools.count())
         self.names = names | {"image": image, "image_path": self.path}
         self.files, self.builtins = self.listing(), dict(vars(builtins))
         self.stand_ins = stand_ins(self)
+        self.home = folder  # a name by chance, which no text that is shown holds
         notebook, shows = types.ModuleType("IPython"), types.ModuleType("IPython.display")
         notebook.display, shows.display = shows, self.display
         notebook.version_info, notebook.get_ipython = (9, 0), lambda: None  # matplotlib asks
-        shows.Image = lambda data=None, filename=None, **_: Image.open(filename or io.BytesIO(data))
+        shows.Image = lambda data=None, filename=None, **_: Image.open(
+            io.BytesIO(data) if isinstance(data, bytes) else data or filename
+        )
         shows.HTML = shows.Markdown = shows.clear_output = lambda *_, **__: None
         sys.modules |= {"IPython": notebook, "IPython.display": shows}
 
@@ -89,7 +93,7 @@ class Worker(Recorder):
             if count:
                 self.note(f"{count} more {what} not shown")
         reply = {
-            "text": self.output.getvalue().decode("utf-8", "replace"),
+            "text": self.output.getvalue().decode("utf-8", "replace").replace(self.home, ""),
             "error": self.error,
             "blocked": (self.error or "").startswith("Blocked: "),
             "flags": sorted(self.flags),
@@ -106,7 +110,8 @@ class Worker(Recorder):
         sys.setrecursionlimit(1000)
         vars(builtins).update(self.builtins)
         for owner, name, function in self.stand_ins:
-            setattr(owner, name, function)
+            if vars(owner).get(name) is not function:  # setting it flushes caches of Python
+                setattr(owner, name, function)
         os.chdir(self.folder)
         text = io.TextIOWrapper(self.output, "utf-8", "backslashreplace", write_through=True)
         sys.stdout = sys.stderr = text
@@ -115,13 +120,12 @@ class Worker(Recorder):
         code, self.notes = repair(code)
         tree = ast.parse(code, "<code>")
         if call := forbidden_call(tree):
-            refused = "moving, renaming and starting processes is refused"
-            self.error = f"Blocked: {call}; {refused}"
+            self.error = f"Blocked: {call}; processes can be neither started nor signalled"
             return
         self.bgr = (self.bgr or "imread" in code) and "2RGB" not in code
-        self.names |= {"open": self.open, "input": self.input, "display": self.display}
+        self.names |= {"open": builtins.open, "input": self.input, "display": self.display}
         self.names |= {"__display__": self.display, "__return__": self.leave}  # see `rewrite`
-        self.names |= {"__lower__": self.lower, "__whole__": self.whole, "__parts__": self.parts}
+        self.names["__parts__"] = self.parts
         exec(compile(rewrite(tree), "<code>", "exec"), self.names)
 
     def collect(self) -> None:
@@ -162,7 +166,7 @@ class Worker(Recorder):
     def describe(self, problem: BaseException) -> str:
         """One short line: type, message, line of the code."""
         try:
-            text = " ".join(str(problem)[:2000].split()).replace(os.path.dirname(self.folder), "")
+            text = " ".join(str(problem)[:2000].split()).replace(self.home, "")
             trace = traceback.walk_tb(problem.__traceback__)
             lines = [n for frame, n in trace if frame.f_code.co_filename == "<code>"]
             if isinstance(problem, SyntaxError):
@@ -193,25 +197,10 @@ class Worker(Recorder):
         self.display(value)
         raise SystemExit("return")
 
-    def whole(self, bound: object, towards=math.ceil) -> object:
-        """The end of a slice, as a whole number."""
-        if isinstance(bound, (float, np.floating)):
-            self.note("slice bounds rounded to whole pixels")
-            return towards(bound)
-        return bound
-
     def parts(self, value: object) -> object:
         """What code cuts slices out of: an array remembers them."""
         pictures = isinstance(value, np.ndarray) and value.ndim in (2, 3)
-        return Parts(value, self.origins) if pictures else value
-
-    def lower(self, bound: object) -> object:
-        """The start of a slice: numpy would count a negative one from the far end."""
-        bound = self.whole(bound, math.floor)
-        if isinstance(bound, (int, np.integer)) and bound < 0:
-            self.note(f"slice start {bound} set to 0")
-            return 0
-        return bound
+        return Parts(value, self) if pictures else value
 
 
 def is_picture(path: str) -> bool:

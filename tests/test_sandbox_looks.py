@@ -16,7 +16,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kit.sandbox_looks import TURNS, same_pixels  # noqa: E402
+from kit.sandbox_looks import lay, same_pixels  # noqa: E402
 from sandbox import Sandbox  # noqa: E402
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "looks.md"
@@ -100,6 +100,11 @@ CREDITED = {
         "b, g, r = cv2.split(cv2.imread(image_path))\nc = cv2.merge([r, g, b])[150:300, 200:400]\n"
         + FROM,
         "def zoom(box):\n    return image.crop(box)\nzoom(B)",
+        C + "c.save('a.png')\nos.makedirs('out')\nos.rename('a.png', 'out/b.png')",
+        C + "p = tempfile.mktemp(suffix='.png')\nc.save(p)\nImage.open(p).show()",
+        C
+        + "from IPython.display import display, Image as Shown\n"
+        + "c.save('/mnt/data/c.png')\ndisplay(Shown('/mnt/data/c.png'))",
     ],
     "resized": [
         C + "c.resize((400, 300)).show()",
@@ -188,6 +193,16 @@ CREDITED = {
         ARRAY + "c = (255 * (a[150:300, 200:400] / 255) ** 0.7).astype(np.uint8)\n" + FROM,
         ARRAY + "c = np.repeat(np.repeat(a[150:300, 200:400], 2, axis=0), 2, axis=1)\n" + FROM,
         READ + "c = cv2.pyrUp(a[150:300, 200:400])\n" + WRITE,
+        READ
+        + PART
+        + "c = cv2.addWeighted(c, 1.5, cv2.GaussianBlur(c, (0, 0), 3), -0.5, 0)\n"
+        + WRITE,
+        READ
+        + PART
+        + "l, a, b = cv2.split(cv2.cvtColor(c, cv2.COLOR_BGR2LAB))\n"
+        + "l = cv2.createCLAHE(clipLimit=3.0, tileGridSize=(8, 8)).apply(l)\n"
+        + "c = cv2.cvtColor(cv2.merge((l, a, b)), cv2.COLOR_LAB2BGR)\n"
+        + WRITE,
     ],
 }
 DRAW = C + "from PIL import ImageDraw\nd = ImageDraw.Draw(c)\n"
@@ -253,7 +268,7 @@ def class_of(program: str) -> tuple[str, bool]:
     crop, pixels = np.asarray(PICTURE.crop(box)), np.asarray(image)
     if same_pixels(crop, pixels):
         return "crop", True
-    turned = any(same_pixels(turn(crop), pixels) for turn in TURNS)
+    turned = any(same_pixels(lay(crop, way), pixels) for way in range(8))
     return ("turned" if turned else "resized"), True
 
 
