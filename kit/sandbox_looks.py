@@ -28,6 +28,9 @@ WINDOW = 16  # ours: pixels, the side of a window in which an edit must follow t
 # Ours, from 34 honest edits and 22 bad ones on crops of six images. Most honest ones reach .99,
 # leave at most 16 of 255 unexplained, where drawings leave 22 to 100, and lose at most .41 of the
 # detail, where mosaics of four pixels and more lose .6 to .99. Strong equalising of text falls out.
+# A correlation of .95 would take the box from honest looks, local equalising with a limit of 3 (.91
+# on a drawn scene, .95 on a photograph) and strong sharpening (.93, .94). Of the bad ones that the
+# other two rules let through, ramps and vignettes have at most .91.
 LEAST_CORRELATION, MOST_STRANGE, MOST_LOST = 0.9, 20, 0.5
 
 
@@ -75,8 +78,6 @@ def find(part: np.ndarray, whole: np.ndarray) -> list[list] | None:
 
 def same_pixels(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal in RGB, or if one of them is in BGR."""
-    if a.shape != b.shape or not np.array_equal(a[..., 1], b[..., 1]):
-        return False
     return np.array_equal(a, b) or np.array_equal(a, b[..., ::-1])
 
 
