@@ -31,6 +31,8 @@ CHECKPOINT = (
     "preprocessor_config.json, such as the sft/ and rl/ of a run, or a hub name within reach"
 )
 
+CACHE_SHARE = 0.7  # of free memory, for the KV cache; a layer is copied while it is attended to
+
 
 class Picture(NamedTuple):
     """One image as the model takes it: a film of 2 equal frames, cut into patches."""
@@ -200,7 +202,7 @@ class Policy:
 
     def rows_that_fit(self, length: int, budget_gb: float) -> int:
         """How many rows of `length` slots a KV cache of budget_gb has room for: keys and values of
-        every layer, 115 kB a slot for the 7B in fp32. 0: 80 % of the memory that is free now."""
+        every layer, 115 kB a slot for the 7B in fp32. 0: a share of the memory that is free now."""
         c = self.model.config.text_config
         width = c.hidden_size // c.num_attention_heads * c.num_key_value_heads
         slot = 2 * c.num_hidden_layers * width * self.model.dtype.itemsize
@@ -208,9 +210,9 @@ class Policy:
             budget = budget_gb * 1e9
         elif self.device.type == "cuda":
             torch.cuda.empty_cache()  # what the last step has freed is free
-            budget = 0.8 * torch.cuda.mem_get_info(self.device)[0]
+            budget = CACHE_SHARE * torch.cuda.mem_get_info(self.device)[0]
         else:
-            budget = 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            budget = CACHE_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(budget // (slot * length))
 
     def version(self) -> str:
