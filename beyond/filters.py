@@ -212,10 +212,8 @@ def write_sieved(out: Path, samples: Usable, rows: Rows, verdicts: list[Verdict]
         fields = vars(samples[k])
         return fields | {"image": {"bytes": encoded}, "data_source": fields["source"]}
 
-    places: dict[str, list[int]] = {"keep": []}
-    for k, verdict in enumerate(verdicts):
-        places.setdefault(verdict.word, []).append(k)
-    kept = places.pop("keep")
+    counts = Counter(verdict.word for verdict in verdicts)
+    kept = [k for k, verdict in enumerate(verdicts) if verdict.word == "keep"]
     out.parent.mkdir(parents=True, exist_ok=True)
     with pq.ParquetWriter(part := out.with_suffix(".part"), schema) as writer:
         for start in range(0, len(kept), 50):  # few pictures are in memory at a time
@@ -223,14 +221,14 @@ def write_sieved(out: Path, samples: Usable, rows: Rows, verdicts: list[Verdict]
             writer.write_table(pa.Table.from_pylist(lines, schema))
     os.replace(part, out)
     text = f"keep: {len(kept)}\n"
-    for word, others in places.items():
-        text += f"\n{word}: {len(others)}\n\n"
-        for s, verdict in ((samples[k], verdicts[k]) for k in others):
+    for word in [word for word in counts if word != "keep"]:
+        text += f"\n{word}: {counts[word]}\n\n"
+        for s, verdict in ((samples[k], v) for k, v in enumerate(verdicts) if v.word == word):
             text += f"{s.id}  {verdict.reason}\n    {s.question!r}  answer: {s.answer!r}\n"
     text += f"\nunusable: {len(samples.skipped)}\n\n"
     text += "".join(f"row {bad.row}, {bad.field}: {bad.reason}\n" for bad in samples.skipped)
     out.with_suffix(".txt").write_text(text)
-    return Counter(verdict.word for verdict in verdicts)
+    return counts
 
 
 def check_out(out: Path, where: str) -> None:

@@ -37,12 +37,9 @@ class MathGrader:
         """formulas.equal. Raises RuntimeError if the process cannot be started."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                program = (
-                    f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-                    f"from kit.grader import serve; serve({self.seconds})"
-                )
+                program = f"from kit.grader import serve; serve({self.seconds})"
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
-                self.process = subprocess.Popen([sys.executable, "-P", "-c", program], **pipes)
+                self.process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, **pipes)
                 if self.process.stdout.readline() != b"ready\n":
                     raise RuntimeError(
                         "expected the grader of formulas to start, but its process ended (the "
@@ -72,6 +69,8 @@ def serve(seconds: float) -> None:
             verdict = equal(*json.loads(line))
         except (ValueError, TypeError, ArithmeticError, RecursionError, NotImplementedError):
             verdict = False  # one of the two is no formula, or has no value
+        except MemoryError:
+            verdict = False  # no memory holds its value
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(int(verdict), flush=True)
 
