@@ -35,14 +35,6 @@ SECCOMP_MODE_FILTER = 2  # seccomp.h, as the line above
 X32_SYSCALL_BIT = 0x40000000  # unistd.h of x86-64: every call has a second number, with this bit
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16  # seccomp.h: offsets in struct seccomp_data
 BPF_LOAD, BPF_AND, BPF_JEQ, BPF_JGE, BPF_RET = 0x20, 0x54, 0x15, 0x35, 0x06  # filter.h
-TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # ioctls.h
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000  # sched.h
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000  # mount.h
 CAPABILITY_VERSION_3, CAPABILITIES = 0x20080522, 64  # capability.h
@@ -85,7 +77,8 @@ OPENS = os.O_ACCMODE | os.O_TRUNC  # opening a file only to read may empty it al
 # write, lock, or send signals.
 FCNTLS = [fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC]
 FCNTLS += [fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL]
-IOCTLS = [TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX]
+# Of ioctls.h: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
+IOCTLS = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
 FILTERED = [
     ("prctl 157 167", 0, ALL_BITS, "not", [PR_SET_PDEATHSIG]),
     ("prlimit64 302 261", 0, ALL_BITS, "only", [0]),  # 0: the process itself
