@@ -20,11 +20,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import kit.qwen
 import rollout
 from data import TAGS, Sample, load_rl, parse, toy_questions
 from grpo import group_row, log_probs
+from kit.adapter import adapted
 from kit.grammar import end_of_turn
 from kit.qwen import Model, Policy, freeze_vision
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
@@ -244,6 +246,49 @@ def test_a_frozen_tower_stays_and_the_rest_learns(standin, played):
     logp.sum().backward()
     for name, parameter in frozen.model.named_parameters():
         assert (parameter.grad is None) == name.startswith("model.visual.")
+
+
+def test_a_policy_would_also_take_a_network_like_qwen3_vl(policy, samples, tmp_path):
+    """docs/lab.md says what else it takes; until then its checkpoints are refused."""
+    id_of = policy.tokenizer.convert_tokens_to_ids
+    rope = dict(
+        rope_type="default", rope_theta=1e6, mrope_section=[8, 8, 8], mrope_interleaved=True
+    )
+    text = dict(
+        vocab_size=len(policy.tokenizer), hidden_size=64, intermediate_size=128, head_dim=48,
+        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope,
+        initializer_range=0.08, pad_token_id=policy.pad_id, eos_token_id=policy.end_id,
+    )  # fmt: skip
+    vision = dict(
+        depth=2, hidden_size=48, intermediate_size=96, num_heads=2, patch_size=8,
+        out_hidden_size=64, deepstack_visual_indexes=[0, 1], num_position_embeddings=64,
+        initializer_range=0.08,
+    )  # fmt: skip
+    words = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+             "vision_start_token_id": "<|vision_start|>",
+             "vision_end_token_id": "<|vision_end|>"}  # fmt: skip
+    ids = {name: id_of(token) for name, token in words.items()}
+    torch.manual_seed(0)
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    third = Policy(model, policy.tokenizer, policy.image_processor, TAGS)
+    with scripted(third, SCRIPTS[:3]) as heard:
+        (group,) = play(third, samples[:1], 3, RULES)
+    alone = []
+    for i, t in enumerate(group):
+        fresh = fresh_logits(third, t).log_softmax(-1)
+        for turn, said in zip(t.turns, heard[id(t)]):
+            difference = said.log_softmax(-1) - fresh[turn.start - 1 : turn.end - 1]
+            assert difference.abs().max() < 1e-4
+        alone.append(log_probs(third, [group_row(third, [(i, t)])])[0])
+    together = log_probs(third, [group_row(third, [*enumerate(group)])])[0]
+    assert (together - torch.cat(alone)).abs().max() < 1e-4
+    named = adapted(third, 4, "seed").model.named_parameters()
+    layers = {name.split(".lora_")[0] for name, p in named if p.requires_grad}
+    assert len(layers) == 21 and not any("visual" in name for name in layers)
+    third.save(tmp_path)
+    with pytest.raises(ValueError, match="expected a checkpoint of type 'qwen2_5_vl': .*qwen3_vl"):
+        load_policy(tmp_path)
 
 
 def test_public_rows_fit_the_released_tokenizer_and_its_budget(standin):
