@@ -1,13 +1,15 @@
 """python -m pytest tests/test_boxes.py      about 2 s: the arithmetic of boxes, as laws"""
 
 import math
+from collections import Counter
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kit.boxes import Box, area, intersection, iou, outwards, recall, share
+from kit.boxes import Box, area, beside, intersection, iou, outwards, recall, share
 
 WIDTH, HEIGHT = 12, 9
 
@@ -94,3 +96,18 @@ def test_outwards_refuses_what_is_not_finite_and_names_it(box, where, odd):
 def test_outwards_cuts_what_is_far_outside(box, far):
     assume(box[2] < WIDTH)
     assert outwards(*box[:2], far, far, (WIDTH, HEIGHT)) == (*box[:2], WIDTH, HEIGHT)
+
+
+@given(box=boxes(), seed=st.integers(0, 9))
+def test_a_box_beside_another_is_as_large_in_the_image_and_apart(box, seed):
+    place = beside(box, (WIDTH, HEIGHT), Random(seed))
+    w, h = box[2] - box[0], box[3] - box[1]
+    every = [(x, y, x + w, y + h) for x in range(WIDTH - w + 1) for y in range(HEIGHT - h + 1)]
+    apart = [other for other in every if area(intersection(other, box)) == 0]
+    assert place in apart if apart else place is None
+
+
+def test_every_place_beside_a_box_is_as_likely():
+    rng = Random(0)
+    counts = Counter(beside((2, 1, 4, 3), (6, 5), rng) for _ in range(8000))
+    assert len(counts) == 5 * 4 - 9 and max(counts.values()) < 1.25 * min(counts.values())

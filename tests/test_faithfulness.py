@@ -1,38 +1,28 @@
-"""python -m pytest tests/test_faithfulness.py      about 10 s, most of them to import torch"""
+"""python -m pytest tests/test_faithfulness.py      about 15 s: rates, and perturbed plays"""
 
-import json
 import random
-import re
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from conftest import ANSWER, LOOK, RULES, SHORT, fresh_logits, scripted
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-import beyond.agents
-import evaluate
 import faithfulness
-from beyond.agents import read_foreign
-from beyond.evidence import agreement
-from data import Sample
+import rollout
+from beyond.evidence import perturb_table
+from data import CELL, Sample, crop_turn, toy_questions
 from faithfulness import (
-    Finding,
-    Rate,
-    answers,
-    count,
-    cross_table,
-    finding,
-    kinds_of,
-    listing,
-    means,
-    question_of,
-    rates,
-    tool_use,
-)
+    Finding, Rate, answers, count, cross_table, finding, kinds_of, listing, means, perturb,
+    perturbed, play_perturbed, question_of, rates, tool_use, up_to,
+)  # fmt: skip
+from kit.perturbations import PERTURBATIONS
 from rewards import BoxJudge, Lambdas, Reward, accuracy, crop, hand_made, tapo
-from rollout import Rules, Trajectory, Turn
+from rollout import Rules, Trajectory, Turn, encode_observation, play
 from sandbox import Observation
 
 IMAGE = Image.new("RGB", (256, 256))
@@ -301,39 +291,6 @@ def test_the_cycles_of_a_question_are_one_question():
     assert question_of(replace(rows[0], cycle="")) == "0"
 
 
-# Two judges
-
-
-def judged(*steps):
-    return Reward(1.0, None, 0.0, steps, None)
-
-
-def test_kappa_by_hand():
-    """Ten calls. Both yes 4, both no 3, only the first 2, only the second 1: they agree on 0.7,
-    chance on 0.6 * 0.5 + 0.4 * 0.5 = 0.5, so kappa is 0.4."""
-    pairs = [(1.0, 1.0)] * 4 + [(0.0, 0.5)] * 3 + [(1.0, 0.0)] * 2 + [(0.5, 1.0)]
-    t = [hand_made(SEARCH, GOOD, answer="x")] * 10
-    table, rate, kappa = agreement(t, *([judged(score) for score in s] for s in zip(*pairs)))
-    assert rate == Rate(7, 10) and kappa == pytest.approx(0.4)
-    assert [table[a, b] for a in (True, False) for b in (True, False)] == [4, 2, 1, 3]
-
-
-def test_what_no_judge_saw_is_not_compared_and_what_one_missed_is_counted():
-    t = hand_made(SEARCH, GOOD, PRINTED, AGAIN, WRONG, answer="x")
-    first, second = judged(1.0, 0.0, -1.0, None), judged(1.0, 0.0, -1.0, 0.0)
-    table, rate, kappa = agreement([t], [first], [second])
-    assert rate == Rate(1, 1) and table[None] == 1 and kappa is None
-
-
-@given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.5, 1.0])] * 2), min_size=1, max_size=12))
-def test_kappa_is_symmetric_at_most_one_and_one_only_in_full_agreement(pairs):
-    t = [hand_made(SEARCH, GOOD, answer="x")] * len(pairs)
-    first, second = ([judged(score) for score in s] for s in zip(*pairs))
-    _, rate, kappa = agreement(t, first, second)
-    assert kappa == agreement(t, second, first)[2]
-    assert kappa is None or (kappa == pytest.approx(1)) == (rate.value == 1) and kappa <= 1
-
-
 # How tools were used
 
 
@@ -461,145 +418,276 @@ def test_a_verdict_on_the_answer_and_one_on_the_turn_are_each_needed(reward, hit
     }
 
 
-# Trajectories of other agents
+def seen_in(image, box, **more):
+    return Observation("log", [image.crop(box)], [box], ["crop"], **more)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    IMAGE.save(tmp_path / "map.png")
-    Image.new("RGB", (9, 9)).save(tmp_path / "shown.png")
-    return tmp_path
+def test_empty_says_and_shows_nothing_at_all(policy):
+    seen = seen_in(ASKED[0].image, (0, 0, 64, 64), notes=["a repair"], error="an error")
+    told = perturbed("empty", seen, ASKED[0].image, random.Random(0))
+    nothing = encode_observation(policy, Observation(), [], False, 99)
+    assert encode_observation(policy, told, [], False, 99) == nothing
 
 
-BASE = {"question": "Which?", "image": "map.png", "answer": "A", "correct": True, "steps": []}
+def test_other_lies_leave_what_was_printed_and_what_the_code_asked_for():
+    seen = seen_in(ASKED[0].image, (0, 0, 64, 64))
+    for name in ("identity", "mask", "noise", "random"):
+        told = perturbed(name, seen, ASKED[0].image, random.Random(0))
+        assert (told.text, told.boxes) == ("log", [(0, 0, 64, 64)])
 
 
-def write(folder, *lines):
-    texts = (
-        line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines
+def test_no_room_and_no_box_cannot_be_told_as_random():
+    image = ASKED[0].image
+    drawn = Observation(images=[image], boxes=[None], sources=["show"])
+    for seen in (seen_in(image, (0, 0, 129, 256)), drawn):
+        assert perturbed("random", seen, image, random.Random(0)).environment
+        assert not perturbed("mask", seen, image, random.Random(0)).environment
+
+
+# Perturbed plays
+
+GREEDY = replace(RULES, temperature=0.0)
+ASKED = toy_questions(3, "perturbed", neutral_share=0)
+DIRECT = toy_questions(1, "neutral", neutral_share=1)
+
+
+def cell_of(sample):
+    x0, y0, *_ = sample.boxes[0] if sample.boxes else (0, 0)
+    x0, y0 = x0 // CELL * CELL, y0 // CELL * CELL
+    return x0, y0, x0 + CELL, y0 + CELL
+
+
+def looks(sample, away=False):
+    """The turn that crops the cell of the target, or the one next to it."""
+    x0, y0, x1, y1 = cell_of(sample)
+    shift = (CELL if x0 == 0 else -CELL) if away else 0
+    return crop_turn(" I need a closer look .", (x0 + shift, y0, x1 + shift, y1))
+
+
+def saying(text):
+    return f"<think> The crop shows it .</think><answer>{text}</answer>"
+
+
+@contextmanager
+def speaking(reply):
+    """Inside, a policy says reply(trajectory): it may depend on what the trajectory was shown."""
+
+    def said(policy, players, rules, tally):
+        for p in players:
+            p.said = policy.encode(reply(policy, p.t), []).ids
+            slots = len(p.t.ids) + len(p.said) - 1 - p.read
+            p.kept = [
+                tuple(torch.cat([x, x[:1].expand(slots, -1, -1)]) for x in pair) for pair in p.kept
+            ]
+        return [True] * len(players)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout, "continue_turns", said)
+        yield
+
+
+def reads(policy, t):
+    """Looks at the target's cell, and answers rightly if that is what it then sees."""
+    if len(t.ids) == t.prompt:
+        return looks(t.sample)
+    if len(t.images) == 1:  # had to answer without a picture
+        return saying("nothing") if t.turns else "nothing</answer>"
+    crop = policy.pictures([t.sample.image.crop(cell_of(t.sample))])[0]
+    same = (t.images[-1].pixels - crop.pixels).abs().mean() < 0.1
+    return saying(t.sample.answer if same else "nothing")
+
+
+def deaf(policy, t):
+    return saying(t.sample.answer) if t.turns else looks(t.sample, t.sample.id.endswith("1"))
+
+
+def played(policy, reply, samples=ASKED, rules=GREEDY):
+    with speaking(reply):
+        trajectories = [t for (t,) in play(policy, list(samples), 1, rules)]
+    return trajectories, tapo(trajectories, BoxJudge(), Lambdas(), random.Random(0))
+
+
+def values(told):
+    return {name: rate.value for name, rate in told.items()}
+
+
+def test_who_reads_the_crop_loses_all_under_every_lie_but_identity(policy):
+    trajectories, rewards = played(policy, reads)
+    with speaking(reads):
+        study = perturb(policy, trajectories, rewards, GREEDY)
+    assert list(study) == ["toy"] and list(study["toy"]) == list(PERTURBATIONS)
+    for name, told in study["toy"].items():
+        got, kept = values(told), float(name == "identity")
+        assert told["possible"].numerator == told["accuracy"].denominator == 3
+        assert got["clean"] == got["clean_hit"] == 1 and got["clean_miss"] is None
+        assert got["accuracy"] == got["accuracy_hit"] == kept
+        assert got["answers"] == 1 - kept and got["thoughts"] == got["actions"] == 0
+
+
+def test_who_does_not_look_at_the_picture_never_changes_hit_or_miss(policy):
+    trajectories, rewards = played(policy, deaf)
+    with speaking(deaf):
+        study = perturb(policy, trajectories, rewards, GREEDY)
+    for told in study["toy"].values():
+        changed = ("thoughts", "actions", "answers", "accuracy")
+        assert [told[name].value for name in changed] == [0, 0, 0, 1]
+        assert (told["clean_hit"].denominator, told["clean_miss"].denominator) == (2, 1)
+
+
+def test_changed_thoughts_and_actions_are_each_counted(policy):
+    def restless(policy, t):  # when fooled: thinks aloud (sample 0), looks elsewhere (sample 1)
+        first = policy.pictures([t.sample.image.crop(cell_of(t.sample))])[0]
+        if len(t.images) == 1:
+            return looks(t.sample)
+        fooled = (t.images[1].pixels - first.pixels).abs().mean() > 0.1
+        if fooled and t.sample.id.endswith("1") and len(t.images) == 2:
+            return looks(t.sample, away=True)
+        word = "odd " if fooled and t.sample.id.endswith("0") else ""
+        return f"<think> {word}The crop shows it .</think><answer>x</answer>"
+
+    trajectories, rewards = played(policy, restless)
+    with speaking(restless):
+        told = perturb(policy, trajectories, rewards, GREEDY, ["mask"])["toy"]["mask"]
+    assert told["actions"].numerator == 1 and told["answers"].numerator == 0
+    assert told["thoughts"].numerator == 2  # the second look was thought about, too
+
+
+def test_the_first_picture_is_already_a_lie(policy):
+    def twice(policy, t):  # looks a second time, and elsewhere if the first picture was a lie
+        first = policy.pictures([t.sample.image.crop(cell_of(t.sample))])[0]
+        if len(t.images) == 1:
+            return looks(t.sample)
+        fooled = (t.images[1].pixels - first.pixels).abs().mean() > 0.1
+        return looks(t.sample, fooled) if len(t.images) == 2 else saying("x")
+
+    trajectories, rewards = played(policy, twice, ASKED[:2])
+    with speaking(twice):
+        told = perturb(policy, trajectories, rewards, GREEDY, ["mask"])["toy"]["mask"]
+    assert told["actions"] == faithfulness.Rate(2, 2, (1.0, 1.0))
+
+
+def test_later_pictures_are_lies_too_and_the_code_lives_in_the_true_world(policy):
+    turns = ["<code>\nx = 41\nprint(x)\n</code>", looks(ASKED[0]), looks(ASKED[0], away=True),
+             "<code>\nprint(x + 1)\n</code>"]  # fmt: skip
+
+    def reply(policy, t):
+        return dict(enumerate(turns)).get(len(t.turns), SHORT)
+
+    rules = replace(GREEDY, turns=6)
+    (t,), _ = played(policy, reply, ASKED[:1], rules)
+    with speaking(reply):
+        (copy,) = play_perturbed(policy, [(t, 1)], "mask", rules, seed=0)
+    shown = [step.observation.images for step in copy.tool_turns]
+    assert [len(images) for images in shown] == [0, 1, 1, 0]
+    assert all(picture.getextrema() == ((128, 128),) * 3 for i in shown for picture in i)
+    assert copy.turns[3].observation.text.strip() == "42" and copy.answer == "red"
+    assert t.turns[1].observation.images[0].getextrema() != ((128, 128),) * 3  # the clean one
+
+
+def test_all_before_the_first_lie_is_the_clean_trajectory(policy):
+    (t,), _ = played(policy, reads, ASKED[:1])
+    with speaking(reads):
+        (copy,) = play_perturbed(policy, [(t, 0)], "noise", GREEDY, seed=0)
+    end = t.turns[0].end
+    assert copy.ids[:end] == t.ids[:end] and copy.acted[:end] == t.acted[:end]
+    assert copy.ids != t.ids and len(copy.images) == len(t.images) == 2
+    assert torch.equal(copy.images[0].pixels, t.images[0].pixels)
+    assert t.turns[0].observation.images[0].size == (64, 64) and t.ended == "answered"
+
+
+def test_going_on_from_the_middle_is_exact(policy):
+    """What the policy says after the lie follows from the whole history, pictures included."""
+    script = [LOOK, LOOK.replace("64,128,128,192", "0,0,64,64"), ANSWER]
+    with scripted(policy, [script]) as heard:
+        groups = play(policy, ASKED[:2], 1, GREEDY)
+        copies = play_perturbed(policy, [(t, 0) for (t,) in groups], "noise", GREEDY, seed=0)
+    for copy in copies:
+        logits, turns = fresh_logits(policy, copy), heard[id(copy)]
+        assert len(turns) == 2 and copy.ended == "answered"
+        for step, got in zip(copy.turns[1:], turns, strict=True):
+            expected = logits[step.start - 1 : step.end - 1]
+            assert torch.allclose(got, expected, atol=1e-4)
+
+
+def test_a_trajectory_that_was_read_from_a_file_goes_on_the_same(policy):
+    (t,), _ = played(policy, reads, ASKED[:1])
+    bare = replace(t, images=[])
+    for i in (0, 1):
+        for one, two in zip(up_to(policy, t, i).images, up_to(policy, bare, i).images, strict=True):
+            assert torch.equal(one.pixels, two.pixels) and torch.equal(one.grid, two.grid)
+
+
+def test_where_there_is_no_room_the_trajectory_leaves_that_lie_and_is_counted(policy):
+    def whole(policy, t):
+        return saying("x") if t.turns else crop_turn(" look", (0, 0, 200, 256))
+
+    trajectories, rewards = played(policy, whole)
+    with speaking(whole):
+        study = perturb(policy, trajectories, rewards, GREEDY, ["random", "mask"])["toy"]
+    possible = study["random"]["possible"]
+    assert (possible.numerator, possible.denominator) == (0, 3)
+    assert study["random"]["accuracy"].denominator == study["random"]["clean"].denominator == 0
+    assert study["mask"]["possible"].value == 1
+
+
+def test_only_search_questions_with_a_picture_are_perturbed(policy):
+    def reply(policy, t):
+        neutral = t.sample.kind == "neutral" and not t.turns
+        return crop_turn(" look", (0, 0, 64, 64)) if neutral else saying("x")
+
+    trajectories, rewards = played(policy, reply, [*ASKED, *DIRECT])
+    assert trajectories[-1].tool_turns and perturb(policy, trajectories, rewards, GREEDY) == {}
+    assert "nothing to perturb" in perturb_table({})
+
+
+def test_questions_of_several_sources_are_reported_apart_and_together(policy):
+    samples = [ASKED[0], *(replace(s, source="hard") for s in ASKED[1:])]
+    trajectories, rewards = played(policy, reads, samples)
+    with speaking(reads):
+        study = perturb(policy, trajectories, rewards, GREEDY, ["mask"])
+    assert {name: by_name["mask"]["possible"].denominator for name, by_name in study.items()} == {
+        "all": 3, "toy": 1, "hard": 2,
+    }  # fmt: skip
+    lines = perturb_table(study).splitlines()
+    assert lines[1] == "all" and lines[2].split() == (
+        "mask 3/3 0.0 0.0 100.0 0.0 [0.0, 0.0] 100.0 0.0 100.0 - -".split()
     )
-    (folder / "t.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
-    return folder / "t.jsonl"
 
 
-def test_any_agents_steps_are_held_against_the_targets(folder):
-    target = [76, 76, 120, 120]
-    steps = [
-        {"box": [70.5, 60, 130, 400], "text": "The line separator \u2028 is text."},
-        {"box": [-4, -0.5, 60, 60]},
-        {"box": [0, 0, 60, 60], "score": 1},
-        {"image": "shown.png"},
-        {"image": "shown.png", "box": [64, 64, 128, 128]},
-        {"error": "NameError"},
-        {"code": "print(1)"},
-    ]
-    line = BASE | {"targets": [target], "steps": steps, "id": "q"}
-    ((t, reward),) = read_foreign(write(folder, line))
-    boxes = [step.observation.boxes for step in t.tool_turns[:2]]
-    assert boxes == [[(70, 60, 130, 256)], [(0, 0, 60, 60)]]  # outwards, and cut
-    assert reward.scores == (1.0, 0.0, 1, None, 1.0, -1.0, 0.0)
-    assert t.tool_turns[4].observation.images[0].size == (9, 9)
-    f = finding(t, reward)
-    assert (f.calls, f.failed, f.correct, f.cluster) == (7, 1, True, "q")
+def test_answers_without_a_verdict_leave_accuracy_and_nothing_else(policy):
+    trajectories, rewards = played(policy, reads)
+    rewards = [replace(r, answer=None) for r in rewards]
+    with speaking(reads):
+        study = perturb(policy, trajectories, rewards, GREEDY, ["mask"])
+    told = study["toy"]["mask"]
+    assert told["accuracy"].denominator == 0 and told["answers"].denominator == 3
 
 
-def test_a_judge_that_sees_takes_the_pictures_without_score(folder):
-    asked = []
-
-    def judge(request, labels):
-        asked.append(request.images[0].size)
-        return 1.0
-
-    steps = [{"image": "shown.png"}, {"image": "shown.png", "score": None}, {"code": "print(1)"}]
-    ((_, reward),) = read_foreign(write(folder, BASE | {"steps": steps}), judge)
-    assert reward.scores == (1.0, None, 0.0) and asked == [(9, 9)]
+def test_an_unknown_perturbation_and_a_warm_policy_are_refused(policy):
+    with pytest.raises(ValueError, match="identity, mask, noise, random, empty; got blur"):
+        perturb(policy, [], [], GREEDY, ["mask", "blur"])
+    with pytest.raises(ValueError, match="greedy.*temperature 1"):
+        perturb(policy, [], [], RULES)
 
 
-def test_without_targets_or_scores_there_is_no_verdict(folder):
-    lines = [BASE | {"steps": [{"box": [0, 0, 9, 9]}]}, BASE | {"kind": "neutral", "answer": None}]
-    findings = [finding(*pair) for pair in read_foreign(write(folder, *lines))]
-    assert findings[0].scores == (None,) and not findings[1].search
-    assert count(findings)["no_verdict"] == Rate(1, 1)
+def test_no_sandbox_outlives_an_error(policy, monkeypatch):
+    (t,), _ = played(policy, reads, ASKED[:1])
+    opened, closed = [], []
 
+    class Watched(faithfulness.Sandbox):
+        def __init__(self, *args):
+            opened.append(self)
+            super().__init__(*args)
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{", "line 2.*Expecting property name"),
-        ("[]", r"line 2.*the line is \[\], no object"),
-        ({"question": "?", "image": "map.png"}, "line 2.*lacks .'answer', 'correct', 'steps'"),
-        (BASE | {"target": []}, "line 2.*has .'target'.; known are question, .*targets"),
-        (BASE | {"correct": 1}, "line 2.*correct 1, which is of another type"),
-        (BASE | {"image": "lost.png"}, "line 2.*no such file.*lost.png"),
-        (BASE | {"kind": "ocr"}, "line 2.*kind is 'search' or 'neutral', got 'ocr'"),
-        (BASE | {"targets": [[0, 0, 9]]}, "line 2.*a box is .x0, y0, x1, y1., not .0, 0, 9."),
-        (BASE | {"steps": [{}, {"bbox": 1}]}, "line 2.*step 2 .*'bbox'.; known are box, image"),
-        (BASE | {"targets": [[9, 9, 0, 0]]}, "line 2.*has no pixel"),
-        (BASE | {"steps": [{"score": 7}]}, "line 2.*step 1 has score 7: expected one from 0 to 1"),
-        (BASE | {"steps": ["box"]}, "line 2.*step 1 is 'box', no object"),
-        (BASE | {"steps": [{"box": [0.25, 0, 0.5, 1]}]}, "line 2.*expected pixels"),
-        ("[" * 100_000, "line 2.*recursion"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_the_schema_is_named_with_its_line(folder, line, message):
-    with pytest.raises(ValueError, match=message):
-        list(read_foreign(write(folder, BASE, line)))
+        def close(self):
+            closed.append(self)
+            super().close()
 
-
-BAD_BOXES = {
-    "no area": [10, 10, 10, 40],
-    "reversed": [90, 90, 10, 10],
-    "outside": [300, 0, 310, 9],
-    "infinite": [0, 0, 9, float("inf")],
-    "null": None,
-}
-
-
-@pytest.mark.parametrize("name", BAD_BOXES)
-def test_a_call_with_a_bad_box_showed_nothing_and_is_counted(folder, capsys, name):
-    good, bad = {"box": [64, 64, 128, 128]}, {"box": BAD_BOXES[name]}
-    line = BASE | {"targets": [[70, 70, 90, 90]]}
-    steps = [bad, bad | {"error": "ValueError"}, bad | {"image": "shown.png"}]
-    path = write(folder, line | {"steps": [good]}, line | {"steps": steps})
-    _, (t, reward) = read_foreign(path)
-    shown = [len(turn.observation.images) for turn in t.tool_turns]
-    assert shown == [0, 0, 1] and reward.scores == (0.0, -1.0, None)
-    out = run_main(capsys, path)
-    number = 2 if name == "null" else 3  # beside a picture, null is no box at all
-    assert out.startswith(
-        f"{number} calls gave a box that holds nothing of the image (null, reversed, "
-    )
-    assert "gave a box" not in run_main(capsys, write(folder, line | {"steps": [good]}))
-
-
-def run_main(capsys, *argv):
-    beyond.agents.main([*map(str, argv)])
-    return capsys.readouterr().out
-
-
-def test_the_command_prints_rates_intervals_and_tables(folder, capsys):
-    hit = BASE | {"targets": [[70, 70, 90, 90]], "steps": [{"box": [64, 64, 128, 128]}]}
-    out = run_main(capsys, write(folder, hit, "", hit | {"correct": False}))
-    assert re.search(r"faithful_and_correct +0.500 \[0.000, 1.000\] \(1/2\)", out)
-    assert re.search(r"correct +1 +0\nwrong +1 +0\n", out)
-    assert re.search(r"1 calls +1.000 ", out)
-
-
-def test_the_command_reads_our_own_trajectories_too(folder, capsys):
-    trajectories = [hand_made(SEARCH, WRONG, GOOD, answer="checker"), hand_made(SEARCH, answer="x")]
-    evaluate.write_trajectories(folder / evaluate.EPISODES, trajectories, scored(trajectories))
-    out = run_main(capsys, folder / "trajectories.jsonl")
-    assert re.search(r"faithful_and_correct +0.500 \(1/2\)", out)  # one question: no interval
-
-
-@pytest.mark.parametrize(
-    "text, message", [("", "is empty"), (None, "No such file"), ("{", "line 1")]
-)
-def test_the_command_says_what_is_wrong_with_a_file(folder, capsys, text, message):
-    path = folder / "none.jsonl" if text is None else write(folder, text)
-    with pytest.raises(SystemExit):
-        run_main(capsys, path)
-    assert message in capsys.readouterr().err
+    monkeypatch.setattr(faithfulness, "Sandbox", Watched)
+    monkeypatch.setattr(faithfulness, "play_on", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        play_perturbed(policy, [(t, 0), (t, 0)], "mask", GREEDY, seed=0)
+    assert len(opened) == 2 and set(opened) == set(closed)
 
 
 # Laws

@@ -1,0 +1,152 @@
+"""python -m pytest tests/test_agents.py      seconds: trajectories of any agent are rated alike"""
+
+import json
+import re
+
+import pytest
+from PIL import Image
+
+import beyond.agents
+import evaluate
+from beyond.agents import read_foreign
+from faithfulness import Rate, count, finding
+from rewards import hand_made
+from test_faithfulness import GOOD, IMAGE, SEARCH, WRONG, scored
+
+
+@pytest.fixture
+def folder(tmp_path):
+    IMAGE.save(tmp_path / "map.png")
+    Image.new("RGB", (9, 9)).save(tmp_path / "shown.png")
+    return tmp_path
+
+
+BASE = {"question": "Which?", "image": "map.png", "answer": "A", "correct": True, "steps": []}
+
+
+def write(folder, *lines):
+    texts = (
+        line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines
+    )
+    (folder / "t.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return folder / "t.jsonl"
+
+
+def test_any_agents_steps_are_held_against_the_targets(folder):
+    target = [76, 76, 120, 120]
+    steps = [
+        {"box": [70.5, 60, 130, 400], "text": "The line separator \u2028 is text."},
+        {"box": [-4, -0.5, 60, 60]},
+        {"box": [0, 0, 60, 60], "score": 1},
+        {"image": "shown.png"},
+        {"image": "shown.png", "box": [64, 64, 128, 128]},
+        {"error": "NameError"},
+        {"code": "print(1)"},
+    ]
+    line = BASE | {"targets": [target], "steps": steps, "id": "q"}
+    ((t, reward),) = read_foreign(write(folder, line))
+    boxes = [step.observation.boxes for step in t.tool_turns[:2]]
+    assert boxes == [[(70, 60, 130, 256)], [(0, 0, 60, 60)]]  # outwards, and cut
+    assert reward.scores == (1.0, 0.0, 1, None, 1.0, -1.0, 0.0)
+    assert t.tool_turns[4].observation.images[0].size == (9, 9)
+    f = finding(t, reward)
+    assert (f.calls, f.failed, f.correct, f.cluster) == (7, 1, True, "q")
+
+
+def test_a_judge_that_sees_takes_the_pictures_without_score(folder):
+    asked = []
+
+    def judge(request, labels):
+        asked.append(request.images[0].size)
+        return 1.0
+
+    steps = [{"image": "shown.png"}, {"image": "shown.png", "score": None}, {"code": "print(1)"}]
+    ((_, reward),) = read_foreign(write(folder, BASE | {"steps": steps}), judge)
+    assert reward.scores == (1.0, None, 0.0) and asked == [(9, 9)]
+
+
+def test_without_targets_or_scores_there_is_no_verdict(folder):
+    lines = [BASE | {"steps": [{"box": [0, 0, 9, 9]}]}, BASE | {"kind": "neutral", "answer": None}]
+    findings = [finding(*pair) for pair in read_foreign(write(folder, *lines))]
+    assert findings[0].scores == (None,) and not findings[1].search
+    assert count(findings)["no_verdict"] == Rate(1, 1)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "line 2.*Expecting property name"),
+        ("[]", r"line 2.*the line is \[\], no object"),
+        ({"question": "?", "image": "map.png"}, "line 2.*lacks .'answer', 'correct', 'steps'"),
+        (BASE | {"target": []}, "line 2.*has .'target'.; known are question, .*targets"),
+        (BASE | {"correct": 1}, "line 2.*correct 1, which is of another type"),
+        (BASE | {"image": "lost.png"}, "line 2.*no such file.*lost.png"),
+        (BASE | {"kind": "ocr"}, "line 2.*kind is 'search' or 'neutral', got 'ocr'"),
+        (BASE | {"targets": [[0, 0, 9]]}, "line 2.*a box is .x0, y0, x1, y1., not .0, 0, 9."),
+        (BASE | {"steps": [{}, {"bbox": 1}]}, "line 2.*step 2 .*'bbox'.; known are box, image"),
+        (BASE | {"targets": [[9, 9, 0, 0]]}, "line 2.*has no pixel"),
+        (BASE | {"steps": [{"score": 7}]}, "line 2.*step 1 has score 7: expected one from 0 to 1"),
+        (BASE | {"steps": ["box"]}, "line 2.*step 1 is 'box', no object"),
+        (BASE | {"steps": [{"box": [0.25, 0, 0.5, 1]}]}, "line 2.*expected pixels"),
+        ("[" * 100_000, "line 2.*recursion"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_schema_is_named_with_its_line(folder, line, message):
+    with pytest.raises(ValueError, match=message):
+        list(read_foreign(write(folder, BASE, line)))
+
+
+BAD_BOXES = {
+    "no area": [10, 10, 10, 40],
+    "reversed": [90, 90, 10, 10],
+    "outside": [300, 0, 310, 9],
+    "infinite": [0, 0, 9, float("inf")],
+    "null": None,
+}
+
+
+@pytest.mark.parametrize("name", BAD_BOXES)
+def test_a_call_with_a_bad_box_showed_nothing_and_is_counted(folder, capsys, name):
+    good, bad = {"box": [64, 64, 128, 128]}, {"box": BAD_BOXES[name]}
+    line = BASE | {"targets": [[70, 70, 90, 90]]}
+    steps = [bad, bad | {"error": "ValueError"}, bad | {"image": "shown.png"}]
+    path = write(folder, line | {"steps": [good]}, line | {"steps": steps})
+    _, (t, reward) = read_foreign(path)
+    shown = [len(turn.observation.images) for turn in t.tool_turns]
+    assert shown == [0, 0, 1] and reward.scores == (0.0, -1.0, None)
+    out = run_main(capsys, path)
+    number = 2 if name == "null" else 3  # beside a picture, null is no box at all
+    assert out.startswith(
+        f"{number} calls gave a box that holds nothing of the image (null, reversed, "
+    )
+    assert "gave a box" not in run_main(capsys, write(folder, line | {"steps": [good]}))
+
+
+def run_main(capsys, *argv):
+    beyond.agents.main([*map(str, argv)])
+    return capsys.readouterr().out
+
+
+def test_the_command_prints_rates_intervals_and_tables(folder, capsys):
+    hit = BASE | {"targets": [[70, 70, 90, 90]], "steps": [{"box": [64, 64, 128, 128]}]}
+    out = run_main(capsys, write(folder, hit, "", hit | {"correct": False}))
+    assert re.search(r"faithful_and_correct +0.500 \[0.000, 1.000\] \(1/2\)", out)
+    assert re.search(r"correct +1 +0\nwrong +1 +0\n", out)
+    assert re.search(r"1 calls +1.000 ", out)
+
+
+def test_the_command_reads_our_own_trajectories_too(folder, capsys):
+    trajectories = [hand_made(SEARCH, WRONG, GOOD, answer="checker"), hand_made(SEARCH, answer="x")]
+    evaluate.write_trajectories(folder / evaluate.EPISODES, trajectories, scored(trajectories))
+    out = run_main(capsys, folder / "trajectories.jsonl")
+    assert re.search(r"faithful_and_correct +0.500 \(1/2\)", out)  # one question: no interval
+
+
+@pytest.mark.parametrize(
+    "text, message", [("", "is empty"), (None, "No such file"), ("{", "line 1")]
+)
+def test_the_command_says_what_is_wrong_with_a_file(folder, capsys, text, message):
+    path = folder / "none.jsonl" if text is None else write(folder, text)
+    with pytest.raises(SystemExit):
+        run_main(capsys, path)
+    assert message in capsys.readouterr().err
