@@ -377,18 +377,20 @@ def names_of(perturb: str) -> Sequence[str]:
     return {"all": PERTURBATIONS, "none": ()}.get(perturb, perturb.split(","))
 
 
-def judges_of(options: Options) -> tuple[Judge, Judge | None]:
+def judges_of(options: Options, boxed: bool) -> tuple[Judge, Judge | None]:
     """(the judge, a second one to compare it with, or None). Boxes judge where they are labelled,
     else the served judge, which also grades open answers where the benchmark asks for that."""
     boxes, bench = BoxJudge() if options.bench == "toy" else HALF, BENCHES.get(options.bench)
     if not options.judge_url:
         if bench and bench.judged:
             print(options.bench, "has open answers: without --judge-url, rules grade them")
+        if bench and bench.kind == "search" and not boxed:
+            print(options.bench, "has no boxes: without --judge-url nobody says what is faithful")
         return boxes, None
     how = {"prompt": options.judge_prompt, "cache": options.out / "verdicts"}
     how |= {"max_tokens": options.judge_tokens, "max_pixels": options.max_pixels}
     served = ChatJudge(options.judge_url, options.judge_model, **how)
-    if options.bench in ("toy", "vstar"):
+    if boxed:
         return boxes, served
     return (served if bench.judged or bench.kind == "search" else boxes), None
 
@@ -417,13 +419,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = replace(options, temperature=float(options.avg_at > 1))
     with refusals():
         check(options)
-        judge, second = judges_of(options)
         cpu = not torch.cuda.is_available()
         state = PartialState(cpu, timeout=timedelta(days=7))  # long: they wait for the slowest
         if options.bench == "toy":
             samples = load_toy(options.limit, options.seed, options.shortcut)
         else:
             samples = load_bench(options.bench, options.data, options.limit)
+        judge, second = judges_of(options, options.bench == "toy" or bool(samples[0].boxes))
         policy = actor_of(load_policy(options.model, state.device, options.max_pixels))
 
     started = time.monotonic()

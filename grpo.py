@@ -340,7 +340,7 @@ def learn(
                 broken |= {groups[i // len(groups[0])][0].sample.id for i in owner.tolist()}
             clipped = surrogate < (now - anchor).exp() * A  # [N] the clip changed it
             sampled = torch.cat([row.sampled for row in batch]).to(now)
-            gap = ((olds[b] if olds else now) - sampled).abs()  # [N]
+            gap = ((olds[b] if olds else now) - sampled).abs().nan_to_num()  # [N]
             largest = max([largest, *gap.tolist()])
             sums["loss"] += loss.item()
             sums["scored"] += weight.sum().item()

@@ -308,6 +308,15 @@ def score(
         return list(pool.map(lambda group, own: reward(group, judge, lambdas, own), groups, rngs))
 
 
+def asked_early(judge: Judge) -> Callable[[Trajectory], None]:
+    """For `play` to call with each trajectory that was shown something or has ended. A judge that
+    threads may share is asked at once while the others play on. `score` asks again what failed."""
+    if not hasattr(judge, "concurrency"):
+        return lambda t: None
+    pool = ThreadPoolExecutor(judge.concurrency)
+    return lambda t: pool.submit(outcome if t.ended == "answered" else turn_scores, t, judge)
+
+
 def summary(rewards: list[list[Reward]], calls: int, environment: int) -> dict[str, float]:
     """One training step in numbers. calls: tool turns of all trajectories; the summary has them per
     trajectory. environment: how many of them were failures of ours. Means leave out what has no

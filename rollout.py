@@ -340,12 +340,14 @@ def play(
     rollouts: int = 1,
     rules: Rules = Rules(),
     tally: Counter | None = None,
+    watch: Callable[[Trajectory], object] = lambda t: None,
 ) -> list[list[Trajectory]]:
     """Eq. 2: `rollouts` trajectories of every sample, one group per sample, in order.
 
     Sampling takes one number from torch's global generator: seed that to repeat a run. What the
     k-th rollout of a sample draws depends on this number, on the sample's id and on k alone.
     `tally` collects the cost: tokens prefilled and generated, images encoded, seconds of each.
+    `watch` is called with each trajectory that was shown something or has answered.
     Raises ValueError if the KV cache has no room for one group, TooLong if a prompt is too long.
     """
     seed = torch.randint(2**62, ()).item()
@@ -357,7 +359,7 @@ def play(
         groups.append([begin(sample, prompt, own) for own in seeds])
     confine = rules.limits, rules.allow_weak_sandbox
     new_sandbox = lambda t: Sandbox(t.sample.image, *confine)  # noqa: E731
-    play_on(policy, sum(groups, []), new_sandbox, rules, rollouts, tally)
+    play_on(policy, sum(groups, []), new_sandbox, rules, rollouts, tally, watch)
     return groups
 
 
@@ -381,10 +383,10 @@ def play_on(
     rules: Rules,
     rollouts: int = 1,
     tally: Counter | None = None,
+    watch: Callable[[Trajectory], object] = lambda t: None,
 ) -> None:
-    """Eq. 2 from the middle: act, run, observe, until every episode is over. In each
-    trajectory it is the policy's turn, and `rollouts` neighbours share their history so far.
-    Its sandbox is in the state that its code left, and is closed at the end."""
+    """Eq. 2 from the middle: act, run, observe, until all is over. It is the policy's turn in each,
+    `rollouts` neighbours share their history, and the sandboxes, closed at the end, know it."""
     tally, most = Counter() if tally is None else tally, rooms(policy, rules, rollouts)
     pool, playing = ThreadPoolExecutor(rules.sandboxes), []
 
@@ -394,26 +396,27 @@ def play_on(
 
     try:
         while waiting or playing:
-            # Who has ended leaves. Whole groups join as soon as there is room for them.
+            # Who has ended leaves, and whole groups join as soon as there is room.
             for player in playing:
                 if player.t.ended:
+                    watch(player.t)
                     player.kept.clear()
                     pool.submit(player.sandbox.close)
             playing = [player for player in playing if not player.t.ended]
             room = (most - len(playing)) // rollouts * rollouts
-            joining = [Player(t, sandbox_of(t)) for t in waiting[:room]]
-            playing, waiting = playing + joining, waiting[room:]
+            joining, waiting = [Player(t, sandbox_of(t)) for t in waiting[:room]], waiting[room:]
+            playing += joining
             read(policy, joining, tally, alike=rollouts)
-
             # Observe what those programs showed that have ended.
+            # Observe what the programs showed that have ended.
             back = [player for player in playing if player.program and player.program.done()]
             for player in back:
                 listen(policy, player.t, *player.program.result(), rules)
                 player.program = None
+                watch(player.t)
             read(policy, [player for player in back if not player.t.ended], tally)
 
-            # Act. Code starts to run when its turn has ended, a thread per program. A slow one
-            # delays its own row only: after some patience the others go on, if there are any.
+            # Act. Code runs when its turn has ended. If it is slow, the others soon go on.
             speaking = [p for p in playing if p.program is None and not p.t.ended]
             if not speaking:
                 with stopwatch(tally, "sandbox"):
@@ -428,9 +431,8 @@ def play_on(
             with stopwatch(tally, "sandbox"):
                 wait([p.program for p in speaking if p.program], timeout=rules.patience)
     finally:  # after an error: no program outlives it, and none begins
-        for player in playing:
-            if player.program:
-                player.program.cancel()
+        for program in filter(None, (player.program for player in playing)):
+            program.cancel()
         pool.shutdown()
         for player in playing:
             player.sandbox.close()

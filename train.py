@@ -40,12 +40,13 @@ from evaluate import curves, evaluate, lines, load_toy, table
 from faithfulness import count, finding
 from grpo import ADVANTAGES, LOSS_AVERAGES, LogProbs, Objective, Row, learn, micro_batches
 from kit.adapter import adapted
-from kit.flags import knob, parse, refusals, shared, through_door
+from kit.flags import knob, overrides, parse, refusals, shared, through_door
 from kit.folder import Run, check_new, read_config, write_json
 from kit.page import report
 from kit.processes import actor_of, assemble, gathered, merged, mine, parts, shard, sync
 from kit.qwen import Policy, freeze_vision
-from rewards import BoxJudge, ChatJudge, Judge, Lambdas, VerdictWatch, reward_named, score, summary
+from rewards import BoxJudge, ChatJudge, Judge, Lambdas, VerdictWatch, asked_early, reward_named
+from rewards import score, summary
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sandbox import Limits
 from sft import TRAIN_ROUNDS, imitate, load_thyme, mean_logp, replay_all, rows_of, shuffled
@@ -54,7 +55,9 @@ SOURCES = ("paper", "notes", "verl", "thyme", "ours")  # of a default; see Confi
 paper, notes, verl, thyme, ours = (partial(knob, source=name) for name in SOURCES)
 TRACKERS, FROZEN = ("none", "tensorboard", "wandb", "trackio"), ("none", "sft", "rl", "both")
 DOORS = {"--plan": "beyond.plan"}
-PUBLIC = dict(sft_data="Kwai-Keye/Thyme-SFT", rl_data="RenlyH/CodeV-RL-Data", save_every=20, keep=2)
+THYME = "Kwai-Keye/Thyme-SFT:wo_thinking+2round"  # all but its rows on computation
+PUBLIC = dict(sft_data=THYME, rl_data="RenlyH/CodeV-RL-Data", save_every=20, keep=2)
+PUBLIC["sft_save_every"] = 500
 # A deviation, for one GPU. Schulman et al. ("LoRA Without Regret", 2025) found ten times the full
 # learning rate best, whatever the rank. Their service, Tinker, begins with rank 32.
 ADAPTER = PUBLIC | dict(lora_rank=32, sft_lr=1e-4, rl_lr=1e-5)
@@ -86,6 +89,7 @@ class Config:
     seed: int = ours(0, "the same seed on the same machine repeats a CPU run exactly")
     threads: int = ours(0, "CPU threads of torch; 0: torch chooses", least=0)
     save_every: int = ours(10, "steps between two checkpoints to resume from", least=1)
+    sft_save_every: int = ours(0, "the same in stage 1; 0: as --save-every", least=0)
     keep: int = ours(1, "newest checkpoints that are kept, beside the best", least=1)
     timeout: float = ours(1800.0, "seconds to wait for a process that does not come", least=1)
     tracker: str = ours("none", "also send the log to this", choices=TRACKERS)
@@ -95,9 +99,10 @@ class Config:
     rl_data: str = ours("", "questions: a file, folder or hub name; empty: the toy's")
     on_bad: str = ours("skip", "a row that cannot be used", choices=("skip", "stop"))
     max_pixels: int = thyme(3_211_264, "pixels of an image (RL: ours); 0: the model's own", least=0)
-    judge_url: str = ours("", "OpenAI-compatible server of the judge; its key: JUDGE_API_KEY")
+    judge_url: str = ours("", "OpenAI-compatible server of the judge, or several by commas")
     judge_model: str = notes("Qwen/Qwen2.5-VL-32B-Instruct", "the judge's name there")
     judge_tokens: int = ours(2048, "most of its reply; a judge that thinks may need more", least=1)
+    judge_concurrency: int = ours(8, "questions to the judge at a time, per process", least=1)
     shortcut: float = ours(1.0, "toy: share of squares in their usual texture", least=0, most=1)
 
     sft_steps: int = ours(-1, "steps of SFT; -1: --sft-epochs; 0: --model has had it", least=-1)
@@ -151,6 +156,11 @@ class Command(Config):
     resume: str | None = knob(None, "go on with the run in DIR, by its own config", metavar="DIR")
 
 
+# What --resume takes beside it: these change memory, speed and what is told, but not the method.
+FREE = "activation_checkpointing judge_concurrency judge_url keep kv_budget_gb patience row_tokens"
+FREE += " sandboxes save_every sft_save_every threads timeout tracker transcript_every"
+
+
 def parse_config(argv: list[str]) -> Config:
     """The command line -> Config; or the end, with one line that says what is wrong with it."""
     if through_door(argv, DOORS):
@@ -160,10 +170,9 @@ def parse_config(argv: list[str]) -> Config:
         if command.resume is None:
             config = shared(command, Config)
             check_new(Path(config.out))
-        elif len(argv) > 1 + ("--resume" in argv):  # --resume=DIR is one word
-            raise ValueError("--resume goes alone: a run continues with its own config")
         else:
-            config = read_config(Path(command.resume), Config)
+            changed = overrides(argv, command, FREE.split(), "--resume")
+            config = replace(read_config(Path(command.resume), Config), **changed)
         lambdas(config), reward_named(config.reward)  # both refuse what they do not know
     return config
 
@@ -214,7 +223,7 @@ def fits(policy: Policy, config: Config, sample: Sample) -> None:
 def data_world(run: Run, config: Config, policy: Policy) -> World:
     """--rl-data: a few questions held out for the evaluation, epochs over the others."""
     asked = dict(url=config.judge_url, model=config.judge_model, cache=run.folder / "judge")
-    asked["max_tokens"] = config.judge_tokens
+    asked |= dict(max_tokens=config.judge_tokens, concurrency=config.judge_concurrency)
     judge, examiner = ChatJudge(**asked), ChatJudge(**asked, prompt="evaluation")
     key = policy.version(), config.max_length, config.max_new_tokens
     data = load_rl(config.rl_data, config.on_bad, partial(fits, policy, config), key)
@@ -306,7 +315,7 @@ def stage_1(run: Run, config: Config, world: World) -> None:
             line["held_out"] = -mean_logp(policy, batched(held_out), learn=False)
         run.log(line)
         run.check_weights(policy)
-        if (i + 1) % config.save_every == 0 or i + 1 == steps:
+        if (i + 1) % (config.sft_save_every or config.save_every) == 0 or i + 1 == steps:
             run.save(policy, optimizer, i + 1)
 
     with run.phase("sft"):
@@ -336,13 +345,16 @@ def measure_policy(run, config, world, actor, out=None, every=1) -> dict:
     temperature 1, where shares mirror the policy: greedy play shows only its likeliest ways.
 
     out: the folder of a stage's episodes, of which none is played twice. Without it, amid training,
-    process 0 plays one question of `every` so many."""
+    all processes share one question of `every` so many, and the next time replaces this one."""
     with run.phase("evaluation"):
-        if not run.first and not out:
-            return {}
+        asked = world.measured[::every]
         wave, temperature = (32, 0.0) if config.rl_data else (512, 1.0)
-        how = dict(rules=replace(rules(config), temperature=temperature), out=out, wave=wave)
-        return evaluate(actor, world.measured[::every], world.examiner, **how)[0]
+        wave = wave if out else math.ceil(len(asked) / run.n)
+        how = dict(rules=replace(rules(config), temperature=temperature), wave=wave)
+        how["out"] = out or run.emptied("evaluation")
+        metrics = evaluate(actor, asked, world.examiner, **how)[0]
+        # A benchmark's score is of all its questions: these are some of a training set.
+        return {k: v for k, v in metrics.items() if not k.startswith("score") and k != "parts"}
 
 
 def report_step(run, config, world, step, groups, rewards, learnt, tally) -> None:
@@ -410,7 +422,7 @@ def main(config: Config) -> None:
     # Stage 2, TAPO. Look where the evidence is.
     policy, actor, optimizer = opened(run, config, "rl")
     reference = reference_of(run, config, policy)
-    watch = VerdictWatch()
+    watch, early = VerdictWatch(), asked_early(world.judge)
 
     for step in tqdm(run.steps_left(config.rl_steps), "rl", mininterval=5):
         done, tally, key = step + 1, Counter(), f"{config.seed}-{step}"
@@ -420,7 +432,7 @@ def main(config: Config) -> None:
         # 1. Act. K rollouts of every question, tool calls and all.           rollout.py, Eq. 2
         with run.phase("act"):
             sync(policy, actor)
-            groups = play(actor, questions, config.rollouts, rules(config), tally)
+            groups = play(actor, questions, config.rollouts, rules(config), tally, early)
 
         # 2. Judge. Was it right, and did the tools show the evidence?        rewards.py, Eqs. 5, 6
         with run.phase("judge"):

@@ -40,6 +40,7 @@ from kit.tables import Rows, Usable, image_bytes, read_rows
 from rewards import ChatJudge, Lambdas, score
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sft import load_thyme
+from train import Config
 
 EXTERNAL = "okvqa"  # by commas: sources that need knowledge no image holds (the paper names one)
 VERDICTS = ("keep", "drop", "unsure")
@@ -63,7 +64,7 @@ class Options:
     judge_tokens: int = knob(2048, "most of its reply; a judge that thinks may need more", least=1)
     model: str = knob(None, "counts tokens, or plays; the paper: Qwen2.5-VL-7B-Instruct")
     max_pixels: int = knob(None, "pixel budget of one image; none: the checkpoint's")
-    max_length: int = knob(16384, "tokens of a whole trajectory")
+    max_length: int = knob(Config.max_length, "tokens of a whole trajectory, as train.py's")
     max_new_tokens: int = knob(1024, "tokens of one turn")
     turns: int = knob(5, "turns of one try; 1: without tools")
     samples: int = knob(8, "tries per question", "paper", least=1)

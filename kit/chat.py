@@ -14,6 +14,7 @@ Read next   rewards.py (what a judge is asked)
 import base64
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -58,7 +59,7 @@ class Chat:
     Raises ValueError for an address or a key of the wrong form.
     """
 
-    url: str  # http://host:8000/v1, with or without /chat/completions
+    url: str  # http://host:8000/v1, with or without /chat/completions; several by commas
     model: str
     cache: Path | None = None  # folder of values: each process adds a .jsonl file of its own
     concurrency: int = 8  # most questions in work at a time; the others wait
@@ -73,19 +74,22 @@ class Chat:
         import openai  # here, as it takes a second that only those with a server should pay
 
         key = os.environ.get("JUDGE_API_KEY", "").strip()
-        if not ADDRESS.fullmatch(self.url) or not re.fullmatch("[!-~]*", key):
+        urls = [url.strip() for url in self.url.split(",")]
+        if not all(map(ADDRESS.fullmatch, urls)) or not re.fullmatch("[!-~]*", key):
             raise ValueError(
                 "the model's address should look like http://host:8000/v1, without a key in it; "
                 "that goes into the environment, as JUDGE_API_KEY, in ASCII and without spaces"
             )
-        self.url = self.url.rstrip("/").removesuffix("/chat/completions")
+        urls = [url.rstrip("/").removesuffix("/chat/completions") for url in urls]
         key = key or "no-key"  # never the environment's key of another server
-        how = {"max_retries": self.attempts - 1, "timeout": self.seconds}
-        self.client = openai.OpenAI(base_url=self.url, api_key=key, **how)
+        how = {"api_key": key, "max_retries": self.attempts - 1, "timeout": self.seconds}
+        self.clients = [openai.OpenAI(base_url=url, **how) for url in urls]
+        self.url, self.turns = ",".join(urls), itertools.count()
         self.options = {"temperature": 0, "max_tokens": self.max_tokens}
         self.seats, self.lock = threading.BoundedSemaphore(self.concurrency), threading.Lock()
         self.heard, self.last_problem = False, ""  # has it ever replied; what went wrong last
         self.known: dict[str, object] = {}  # hash of a question: its value
+        self.asking: dict[str, Future] = {}  # hash of a question that is in work
         if self.cache is not None:
             self.cache.mkdir(parents=True, exist_ok=True)
             parts = (p.read_text("utf-8", errors="replace") for p in self.cache.glob("*.jsonl"))
@@ -109,18 +113,33 @@ class Chat:
         # What a program printed may hold half of a surrogate pair, which UTF-8 cannot write.
         asked = json.dumps([self.model, messages], ensure_ascii=False).encode(errors="replace")
         key = hashlib.sha256(asked).hexdigest()
-        if key not in self.known:
+        with self.lock:
+            if key in self.known:
+                return self.known[key]
+            told = self.asking.setdefault(key, mine := Future())
+        if told is not mine:  # another thread asks this already
+            return told.result()
+        try:
             with self.seats:
                 value = self._in_time(json.loads(asked)[1], read)
-            if value is None:
-                return None
-            line = json.dumps({"key": key, "value": value})
-            with self.lock:
-                self.known[key] = json.loads(line)["value"]
-                if self.cache is not None:
-                    path = self.cache / f"{socket.gethostname()}-{os.getpid()}.jsonl"
-                    with open(path, "a") as file:
-                        file.write(f"\n{line}\n")  # the line before may have been cut short
+            if value is not None:
+                value = self._keep(key, value)
+            told.set_result(value)
+            return value
+        except BaseException as error:
+            told.set_exception(error)
+            raise
+        finally:
+            del self.asking[key]
+
+    def _keep(self, key: str, value: object) -> object:
+        line = json.dumps({"key": key, "value": value})
+        with self.lock:
+            self.known[key] = json.loads(line)["value"]
+            if self.cache is not None:
+                path = self.cache / f"{socket.gethostname()}-{os.getpid()}.jsonl"
+                with open(path, "a") as file:
+                    file.write(f"\n{line}\n")  # the line before may have been cut short
         return self.known[key]
 
     def _in_time(self, messages: list[dict], read: Callable[[str], T]) -> T | None:
@@ -143,10 +162,13 @@ class Chat:
     def _answer(self, messages: list[dict], read: Callable[[str], T]) -> T | None:
         import openai
 
+        first = next(self.turns) % len(self.clients)  # they take turns
+        others = iter(self.clients[first:] + self.clients[:first])
+        client = next(others)
         while True:
             options = self.options
             try:
-                return read(self._post(messages, options))
+                return read(self._post(client, messages, options))
             except openai.APIStatusError as error:
                 status, said = error.status_code, error.response.text
                 # The first that is named: others may be there as advice.
@@ -155,7 +177,7 @@ class Chat:
                     self.options = {o: options[o] for o in options if o != named}
                     continue
                 # A server that refuses a key may quote parts of it.
-                said = "" if status in (401, 403) else said.replace(self.client.api_key, "(key)")
+                said = "" if status in (401, 403) else said.replace(client.api_key, "(key)")
                 self.last_problem = f"status {status}: {said[:150]!r}"
                 # Some servers say with 400 that they do not know the model.
                 unknown = re.search(rf"(?<!\w){re.escape(self.model)}(?!\w)", said)
@@ -168,13 +190,15 @@ class Chat:
             except openai.APIConnectionError as error:
                 cause = error.__cause__ or error
                 self.last_problem = f"{type(cause).__name__}: {cause}"
+                if client := next(others, None):  # one that is down leaves it to the next
+                    continue
             except ValueError as error:
                 self.last_problem = str(error)
             return None
 
-    def _post(self, messages: list[dict], options: dict) -> str:
+    def _post(self, client, messages: list[dict], options: dict) -> str:
         """Text of the reply. Raises ValueError if it is no chat completion, or was cut."""
-        post = self.client.chat.completions.with_raw_response.create
+        post = client.chat.completions.with_raw_response.create
         reply = post(model=self.model, messages=messages, **options).content
         try:
             choice = json.loads(reply)["choices"][0]

@@ -94,6 +94,18 @@ def checked(options: T) -> T:
     return options
 
 
+def overrides(argv: list[str], options, free: list[str], beside: str) -> dict[str, object]:
+    """Those of the fields `free` that a command line sets, which stand beside the flag `beside`.
+    Raises ValueError for any other flag."""
+    words = {w.partition("=")[0].replace("--no-", "--") for w in argv if w.startswith("--")}
+    if others := sorted(words - {beside, *map(flag, free)}):
+        raise ValueError(
+            f"{beside} goes on with what the run began with, so {', '.join(others)} cannot stand "
+            f"beside it. These can: {', '.join(map(flag, free))}"
+        )
+    return {name: getattr(options, name) for name in free if flag(name) in words}
+
+
 @contextmanager
 def refusals(*kinds: type[Exception]) -> Iterator[None]:
     """An error inside that the user can mend becomes one line, and the end of the program."""

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -147,17 +148,25 @@ class Run:
         self.doing = before
         self.spent({name: time.perf_counter() - began})
 
+    def emptied(self, name: str) -> Path:
+        """A folder that all processes write to, with nothing in it yet."""
+        if self.first:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        gathered(None)  # nobody writes before it is gone
+        return self.folder / name
+
     def spent(self, seconds: dict[str, float]) -> None:
         for sums in (self.state["seconds"], self.lap):
             sums |= {name: round(sums.get(name, 0.0) + s, 3) for name, s in seconds.items()}
 
     def place(self) -> str:
-        return f"process {self.rank} of {self.n}, at `{self.doing}`, {self.now}"
+        where = f"process {self.rank} of {self.n}, at `{self.doing}`, {self.now}"
+        return f"{where}; to go on: the same launcher, train.py --resume {self.folder}"
 
     def diverged(self, what: str) -> str:
         lr, last = f"{self.state['stage']}_lr", self.state["checkpoint"] or "the stage's start"
         how = f"Lower {lr} in {self.folder}/config.json and go on with --resume {self.folder}"
-        return f"stopped ({self.place()}): {what}. {how} (from {last})"
+        return f"stopped ({self.now}): {what}. {how} (from {last})"
 
     def check_weights(self, policy: Policy) -> None:
         """After each step, so that no broken policy plays or is saved. Each process looks at its
@@ -169,8 +178,8 @@ class Run:
 
     def log(self, line: dict) -> None:
         """Write one line of log.jsonl, with null for what is not finite. Two equal runs write the
-        same: the seconds of the step go to times.jsonl. Three skipped steps in a row end the run.
-        """
+        same: the step's seconds, memory and speed go to times.jsonl. A tracker gets both. Three
+        skipped steps in a row end the run."""
         self.now = f"after {line['stage']} step {line['step']}"
         if self.first:
             floats = {k: v for k, v in line.items() if isinstance(v, float)}
@@ -178,10 +187,13 @@ class Run:
             self.log_file.write(json.dumps(line | kept, allow_nan=False).encode() + b"\n")
             self.log_file.flush()
             # (times.jsonl is not cut on resume: steps that were done twice stand there twice.)
+            cost = {**self.lap, "peak_gb": peak_gb()}
+            if cost.get("decode") and "generated_tokens" in line:  # seconds here, tokens of all
+                cost["tokens_per_second"] = round(line["generated_tokens"] / cost["decode"], 1)
             with open(self.folder / "times.jsonl", "a") as file:
-                print(json.dumps({k: line[k] for k in ("stage", "step")} | self.lap), file=file)
+                print(json.dumps({k: line[k] for k in ("stage", "step")} | cost), file=file)
             if self.team:  # trackers take numbers alone
-                named = {f"{line['stage']}/{k}": v for k, v in line.items()}
+                named = {f"{line['stage']}/{k}": v for k, v in (line | cost).items()}
                 numbers = {k: v for k, v in named.items() if isinstance(v, int | float)}
                 self.team.log(numbers, step=self.lines)
             self.lines += 1
@@ -264,6 +276,15 @@ class Run:
                 if self.first:
                     actor.save(self.folder / "rl-best")
         self.update(best=None)
+
+
+def peak_gb() -> float:
+    """The most memory so far: of the GPU, since the last call; without one, of the process."""
+    if not torch.cuda.is_available():
+        return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2)
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return round(peak / 1e9, 2)
 
 
 def training_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict:

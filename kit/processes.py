@@ -18,7 +18,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -49,7 +48,8 @@ def assemble(folder: Path, config: dict, timeout: float, tracker: str) -> Accele
     team.init_trackers("codev", config)
     if not team.is_main_process:
         sys.stdout = open(os.devnull, "w")
-        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
+        bar = tqdm.__init__  # also of those that say themselves when they are shown
+        tqdm.__init__ = lambda self, *args, **more: bar(self, *args, **more | {"disable": True})
     return team
 
 

@@ -224,6 +224,8 @@ class Policy:
         """A plain Hugging Face checkpoint, which `load`, transformers and others can read."""
         for part in (self.model, self.tokenizer, self.image_processor):
             part.save_pretrained(folder)
+        for file in Path(folder).iterdir():
+            file.chmod(0o644)  # safetensors lets nobody else read its own
 
 
 def check_checkpoint(name: str | Path) -> None:

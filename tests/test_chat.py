@@ -474,6 +474,33 @@ def test_requests_in_flight_never_exceed_the_limit_and_reach_it(tmp_path):
     assert len(Chat("http://h/v1", "m", cache=tmp_path).known) == 12
 
 
+def test_a_question_in_work_is_not_asked_twice():
+    """Eight threads, one question: one request, and one value for all; a failure is for all, too,
+    and is asked again later."""
+
+    def late(handler):
+        server.over.wait(0.3)
+        return says("yes")
+
+    refusal = error(422, "no")
+    with serving(late, lambda handler: server.over.wait(0.3) or refusal, says("later")) as server:
+        it = Chat(server.url, "m")
+        with ThreadPoolExecutor(8) as pool:
+            assert [*pool.map(lambda _: it.ask("s", "u", str), range(8))] == ["yes"] * 8
+            assert [*pool.map(lambda _: it.ask("s", "v", str), range(8))] == [None] * 8
+        assert len(server.bodies) == 2 and it.ask("s", "v", str) == "later" and not it.asking
+
+
+def test_several_servers_take_turns_and_one_that_is_down_leaves_it_to_the_next():
+    with serving(says("a")) as one, serving(says("b")) as two:
+        it = Chat(f"{one.url}, {two.url}/chat/completions", "m", attempts=1)
+        assert [it.ask("s", f"question {i}", str) for i in range(4)] == ["a", "b", "a", "b"]
+        it = Chat(f"http://127.0.0.1:9/v1,{two.url}", "m", attempts=1)
+        assert [it.ask("s", f"question {i}", str) for i in range(3)] == ["b"] * 3
+    with pytest.raises(ValueError, match="address should look like"):
+        Chat(f"{one.url},nowhere", "m")
+
+
 def test_what_is_known_does_not_wait_for_what_is_asked():
     def late(handler):
         server.over.wait(60)

@@ -762,23 +762,29 @@ def test_lies_and_ablations_are_printed_and_kept(policy, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "bench, url, kinds",
+    "bench, boxed, url, kinds",
     [
-        ("toy", None, (BoxJudge, None)),
-        ("vstar", None, (BoxJudge, None)),
-        ("vstar", "http://x/v1", (BoxJudge, ChatJudge)),
-        ("hrbench8k", "http://x/v1", (ChatJudge, None)),
-        ("charxiv", "http://x/v1", (ChatJudge, None)),
-        ("vlmblind", "http://x/v1", (BoxJudge, None)),
+        ("toy", True, None, (BoxJudge, None)),
+        ("vstar", True, None, (BoxJudge, None)),
+        ("vstar", True, "http://x/v1", (BoxJudge, ChatJudge)),
+        ("vstar", False, "http://x/v1", (ChatJudge, None)),  # its table has no boxes
+        ("vstar", False, None, (BoxJudge, None)),
+        ("hrbench8k", False, "http://x/v1", (ChatJudge, None)),
+        ("charxiv", False, "http://x/v1", (ChatJudge, None)),
+        ("vlmblind", False, "http://x/v1", (BoxJudge, None)),
     ],
 )
-def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(bench, url, kinds, tmp_path):
+def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(
+    bench, boxed, url, kinds, tmp_path, capsys
+):
     args = SimpleNamespace(bench=bench, judge_url=url, judge_model="m", out=tmp_path,
                            judge_tokens=99, max_pixels=5_000_000,
                            judge_prompt="evaluation_original")  # fmt: skip
-    judge, second = judges_of(args)
+    judge, second = judges_of(args, boxed)
     assert (type(judge), second and type(second)) == kinds
-    if bench == "vstar":
+    told = "nobody says what is faithful" in capsys.readouterr().out
+    assert told == (bench == "vstar" and not boxed and not url)
+    if bench == "vstar" and boxed:
         assert judge.visible == 0.5
     served = second or judge
     if isinstance(served, ChatJudge):

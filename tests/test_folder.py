@@ -184,7 +184,9 @@ def test_an_error_says_whose_it_is_and_where(tmp_path):
     a_run.log({"stage": "rl", "step": 3, "grad_norm": 1.0})
     with pytest.raises(KeyError) as error, a_run.phase("learn"):
         raise KeyError("x")
-    assert error.value.__notes__ == ["process 0 of 1, at `learn`, after rl step 3"]
+    (note,) = error.value.__notes__
+    assert note.startswith("process 0 of 1, at `learn`, after rl step 3; to go on: ")
+    assert note.endswith(f"train.py --resume {tmp_path}")
 
 
 def test_rows_that_cannot_be_used_are_told_and_listed(tmp_path, capsys):

@@ -63,6 +63,23 @@ def words(content):
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
+# When it is asked
+
+
+def test_a_judge_that_threads_share_is_asked_while_others_play():
+    """Its verdict is there before `score` asks; an exact judge is not asked early."""
+    judge, asked = useful(), threading.Event()
+    ask = judge.ask
+    judge.ask = lambda *question: (ask(*question), asked.set())[0]
+    rewards.asked_early(judge)(hand_made(SAMPLE, GOOD, answer=None))
+    assert asked.wait(30) and "evidence" in judge.systems[0]
+    open_answer = hand_made(replace(SAMPLE, answer="a red house"), answer="a house in red")
+    asked.clear()
+    rewards.asked_early(judge)(open_answer)
+    assert asked.wait(30) and "a house in red" in judge.contents[-1]
+    rewards.asked_early(lambda request, labels: 1 / 0)(hand_made(SAMPLE, GOOD, answer=None))
+
+
 # What it may say
 
 

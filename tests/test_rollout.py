@@ -162,6 +162,14 @@ def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
     assert max(worst_difference(policy, t, heard) for t in group) <= 1e-5
 
 
+def test_who_watches_is_told_of_what_was_shown_and_of_answers(policy, samples):
+    seen = []
+    watch = lambda t: seen.append((len(t.tool_turns), t.ended))  # noqa: E731
+    with scripted(policy, [[LOOK, PRINT, SHORT]]):
+        play(policy, samples[:1], 1, RULES, watch=watch)
+    assert seen == [(1, ""), (2, ""), (2, "answered")]
+
+
 def test_an_error_leaves_no_sandbox_open(policy, samples, monkeypatch):
     closed, close = set(), rollout.Sandbox.close
     monkeypatch.setattr(rollout.Sandbox, "close", lambda box: closed.add(id(box)) or close(box))

@@ -102,7 +102,7 @@ def test_the_config_is_the_command_line(tmp_path):
             ["--lambda-tool", "-1.5"],
             "below the answer's (Eq. 5), got Lambdas(answer=1.0, tools=-1.5",
         ),
-        (["--resume", "no-such-run"], "--resume goes alone"),
+        (["--resume", "no-such-run"], "so --out cannot stand beside it"),
         (["--max-grad-norm", "-1"], "--max-grad-norm: expected a finite number, above 0; got -1.0"),
         (["--rl-lr", "nan"], "--rl-lr: expected a finite number"),
         (["--temperature", "inf"], "--temperature: expected a finite number"),
@@ -127,8 +127,17 @@ def test_a_finished_run_is_not_overwritten(tmp_path, capsys):
 @pytest.mark.parametrize("words", [["--resume", "x", "--seed=3"], ["--resume=x", "--seed=3"]])
 def test_a_flag_beside_resume_is_refused_however_it_is_spelt(words, capsys):
     with pytest.raises(SystemExit):
-        parse_config(words)
-    assert "--resume goes alone" in capsys.readouterr().err
+        parse_config([*words, "--keep", "2"])
+    told = capsys.readouterr().err
+    assert "so --seed cannot stand beside it. These can: --activation" in told and "--keep" in told
+
+
+def test_what_concerns_memory_alone_can_change_on_resume(tmp_path):
+    config = Config(out=str(tmp_path), seed=7, keep=3)
+    run_of(config).log_file.close()
+    words = f"--resume {tmp_path} --row-tokens 4096 --no-activation-checkpointing --patience=3"
+    changed = {"row_tokens": 4096, "activation_checkpointing": False, "patience": 3.0}
+    assert parse_config(words.split()) == replace(config, **changed)
 
 
 @pytest.mark.parametrize("words, message", [
@@ -478,14 +487,19 @@ def test_measuring_asks_the_examiner_under_the_temperature_of_the_world(
     rl_data, temperature, wave, monkeypatch, tmp_path
 ):
     told = []
-    monkeypatch.setattr(train, "evaluate", lambda *a, **more: told.append((a, more)) or [{}])
+    monkeypatch.setattr(
+        train, "evaluate", lambda *a, **more: told.append((a, more)) or [{"score": 1.0}]
+    )
     config = Config(rl_data=rl_data, out=str(tmp_path), turns=7, temperature=0.6)
     world = train.World(None, list(range(9)), "the judge", "the examiner")
-    train.measure_policy(run_of(config), config, world, "actor", every=4)
+    a_run = run_of(config)  # and what is some of a training set is no benchmark
+    assert train.measure_policy(a_run, config, world, "actor", every=4) == {}
     ((actor, asked, judge), more) = told[0]
     assert (actor, asked, judge) == ("actor", [0, 4, 8], "the examiner")
-    assert (more["rules"].temperature, more["rules"].turns, more["wave"]) == (temperature, 7, wave)
-    assert more["out"] is None
+    assert (more["rules"].temperature, more["rules"].turns, more["wave"]) == (temperature, 7, 3)
+    assert more["out"] == tmp_path / "evaluation"
+    train.measure_policy(a_run, config, world, "actor", out=tmp_path / "sft-episodes")
+    assert told[1][1]["wave"] == wave
 
 
 def test_demonstrations_are_learnt_or_measured_and_never_both(policy, tmp_path, monkeypatch):
