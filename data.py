@@ -161,6 +161,7 @@ def parse(text: str, closed: bool) -> tuple[str | None, str | None]:
 GRID, CELL = 4, 64  # cells in a row or column, pixels in a cell's side
 SIZE = GRID * CELL  # pixels in the map's side
 PERIOD = 4  # pixels: one period of every texture, and one pixel of the overview
+SIDES = (40, 44, 48)  # pixels: of a square
 COLORS = {
     "red": (220, 40, 40),
     "green": (40, 180, 60),
@@ -194,14 +195,8 @@ class Square:
     row: int
     column: int
     box: Box
-
-    @property
-    def cell(self) -> str:
-        return cell_name(self.row, self.column)
-
-    @property
-    def cell_box(self) -> Box:
-        return cell_box(self.row, self.column)
+    cell: str  # the name of its cell, and the box of that
+    cell_box: Box
 
 
 @dataclass(frozen=True)
@@ -230,7 +225,7 @@ def draw_scene(rng: random.Random, shortcut: float) -> Scene:
     cells = rng.sample(range(GRID * GRID), 5)
     for cell, color in zip(cells, rng.sample(list(COLORS), 5)):
         row, column = divmod(cell, GRID)
-        side = rng.choice((40, 44, 48))
+        side = rng.choice(SIDES)
         # On the 4-pixel lattice every pixel of the overview lies wholly inside or outside the
         # square. Off the lattice, the edges of the square would give its texture away.
         x0 = column * CELL + rng.randrange(8, CELL - 4 - side + 1, PERIOD)
@@ -243,7 +238,8 @@ def draw_scene(rng: random.Random, shortcut: float) -> Scene:
         dark = PATTERNS[texture][area][..., None]
         bright = np.array(COLORS[color], np.uint8)
         pixels[area] = np.where(dark, bright // 5, bright)
-        squares.append(Square(color, texture, row, column, (x0, y0, x0 + side, y0 + side)))
+        box, place = (x0, y0, x0 + side, y0 + side), (row, column)
+        squares.append(Square(color, texture, *place, box, cell_name(*place), cell_box(*place)))
     return Scene(Image.fromarray(pixels), tuple(squares))
 
 
@@ -281,11 +277,17 @@ def out_of_prior_questions(n: int, seed: int | str) -> list[Sample]:
 
 # Demonstrations: what stage 1 imitates
 
-# How the demonstrator treats search questions. It is a mixed bag, like the released agents of
-# the paper's Fig. 2. A third of the time it looks in the right place. Else it looks where nothing
-# of use is, or does not look, and answers from the prior. Stage 1 copies the mixture, and stage 2
-# has to sort it out.
-MIXTURE = {"right": 0.36, "whole": 0.12, "wrong": 0.12, "guess": 0.40}
+# How a demonstrator treats search questions: a mixed bag, like the agents of the paper's Fig. 2. Who
+# has not seen the target answers from the prior. A careless one slips: its likeliest look is beside.
+LOOKS = {  # route: the places that it looks at, one a turn; "near" is drawn among the neighbours
+    "right": ("target",), "again": ("target", "target"), "twice": ("near", "target"),
+    "wrong": ("near",), "slip": ("beside",), "whole": ("whole",), "guess": (),
+}  # fmt: skip
+HABITS = {
+    "careful": {"right": 0.36, "whole": 0.12, "wrong": 0.12, "guess": 0.40},
+    "careless": {"right": 0.20, "whole": 0.10, "slip": 0.30, "guess": 0.40},
+    "eager": {"right": 0.2, "again": 0.2, "twice": 0.2, "whole": 0.1, "wrong": 0.1, "guess": 0.2},
+}
 
 
 @dataclass(frozen=True)
@@ -295,12 +297,12 @@ class Demonstration:
 
     sample: Sample
     turns: tuple[str, ...]
-    route: str  # a key of MIXTURE, or "neutral"
+    route: str  # a key of LOOKS, or "neutral"
 
 
-def demonstrations(n: int, seed: int | str) -> list[Demonstration]:
-    """`n` demonstrations of the toy task. The textures of their maps follow no prior (shortcut
-    0.25): a policy that copies them learns to read a texture, not to assume one."""
+def demonstrations(n: int, seed: int | str, habit: str = "careless") -> list[Demonstration]:
+    """`n` demonstrations of the toy task, by one of HABITS. The textures of their maps follow no
+    prior (shortcut 0.25): who copies them learns to read a texture, not to assume one."""
     rng = random.Random(f"toy demonstrations {seed}")
     demos = []
     for i in range(n):
@@ -309,28 +311,33 @@ def demonstrations(n: int, seed: int | str) -> list[Demonstration]:
         if rng.random() < 0.25:
             route, make = "neutral", neutral_sample
             turns = (answer_turn(f" I can see {square.cell} {square.color} .", square.color),)
+            if habit == "eager" and rng.random() < 0.5:  # although the overview would do
+                turns = (cell_turn(square.color, square.row, square.column), *turns)
         else:
-            (route,), make = rng.choices(list(MIXTURE), list(MIXTURE.values())), search_sample
+            mixture, make = HABITS[habit], search_sample
+            (route,) = rng.choices(list(mixture), list(mixture.values()))
             turns = _search_turns(square, route, rng)
         demos.append(Demonstration(make(scene, square, f"demo-{seed}-{i}"), turns, route))
     return demos
 
 
 def _search_turns(square: Square, route: str, rng: random.Random) -> tuple[str, ...]:
-    guess = USUAL_TEXTURE[square.color]
-    if route == "guess":
-        return (answer_turn(" I can see it .", guess),)
-    if route == "whole":
-        look = crop_turn(" I need a closer look .", (0, 0, SIZE, SIZE))
-        return (look, answer_turn(" The crop shows it .", guess))
-    row, column, answer = square.row, square.column, square.texture
-    if route == "wrong":  # a neighbouring cell, named in the thought: a fluent lie
-        near = ((row, column + 1), (row + 1, column), (row, column - 1), (row - 1, column))
-        row, column = rng.choice([(r, c) for r, c in near if 0 <= r < GRID and 0 <= c < GRID])
-        answer = guess
-    thought = f" I need a closer look at {square.color} {cell_name(row, column)} ."
-    look = crop_turn(thought, cell_box(row, column))
-    return (look, answer_turn(" The crop shows it .", answer))
+    row, column, turns = square.row, square.column, []
+    near = ((row, column + 1), (row + 1, column), (row, column - 1), (row - 1, column))
+    near = [(r, c) for r, c in near if 0 <= r < GRID and 0 <= c < GRID]
+    cells = {"target": (row, column), "beside": (row, column + (1 if column + 1 < GRID else -1))}
+    for place in LOOKS[route]:
+        if place == "whole":
+            turns.append(crop_turn(" I need a closer look .", (0, 0, SIZE, SIZE)))
+        else:  # the thought names the cell, also a wrong one: a fluent lie
+            turns.append(cell_turn(square.color, *(cells.get(place) or rng.choice(near))))
+    answer = square.texture if "target" in LOOKS[route] else USUAL_TEXTURE[square.color]
+    return (*turns, answer_turn(" The crop shows it ." if turns else " I can see it .", answer))
+
+
+def cell_turn(color: str, row: int, column: int) -> str:
+    thought = f" I need a closer look at {color} {cell_name(row, column)} ."
+    return crop_turn(thought, cell_box(row, column))
 
 
 def crop_turn(thought: str, box: Box) -> str:

@@ -176,14 +176,15 @@ def measure(
 ) -> dict:
     """The rates of faithfulness.py, and a benchmark's own score with its parts; while answers lack
     a verdict (`ungraded`) its bounds instead, as if all these were wrong, and as if all were right.
-    Out-of-prior questions count for `ood_accuracy` only."""
-    findings, answers, against, ungraded, bench = [], [], [], 0, None
+    Out-of-prior questions count for `ood_accuracy` and, after a hit, `ood_given_faithful`."""
+    findings, answers, against, read, ungraded, bench = [], [], [], [], 0, None
     for trajectory, reward in zip(trajectories, rewards, strict=True):
         sample = trajectory.sample
         if reward.answer is None:
             ungraded += 1
         elif sample.against_prior:
             against.append(reward.answer)
+            read += [reward.answer] * any(finding(trajectory, reward).hits)
         else:
             findings.append(finding(trajectory, reward))
         answers.append((sample.part, sample.cycle, reward.answer))
@@ -196,6 +197,7 @@ def measure(
         metrics["ungraded"] = ungraded
     if against:
         metrics["ood_accuracy"] = sum(against) / len(against)
+        metrics["ood_given_faithful"] = sum(read) / len(read) if read else None
     if bench:
         filled = ([(*a, guess if r is None else r) for *a, r in answers] for guess in (0.0, 1.0))
         parts, most = (published(each, bench.mean_of_parts) for each in filled)

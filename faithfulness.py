@@ -10,7 +10,7 @@ Concept     A right answer may be luck. Each search question falls into one of t
 Paper       CodeV, arXiv:2511.19661, Fig. 2 (rates among right answers), Table 5 (faithful and
             right), Table 6 (perturbations), Appendix 12 (use of tools; measures ours). The paper
             does not say what each rate is a share of, nor how several crops count: rates are
-            given over all and over right answers, and one crop that shows the evidence is enough.
+            given over all and over right answers, and one turn that shows the evidence is enough.
             Ours: the identity perturbation, and accuracy under perturbations.
 In          Trajectories and their Rewards with turn scores (rewards.tapo), computed once
 Out         rates with numerator, denominator and bootstrap interval, and tables of them
@@ -138,7 +138,7 @@ class Finding:
 
     @property
     def look(self) -> str:
-        """The class of the trajectory. One hit among several pictures is enough."""
+        """The class of the trajectory. One hit among several turns is enough."""
         return "faithful" if any(self.hits) else "unfaithful" if self.scores else "no tool"
 
 

@@ -23,7 +23,6 @@ import math
 import re
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -123,10 +122,11 @@ def judge_input(sample: Sample, shown: Observation) -> tuple[JudgeRequest, Label
 class BoxJudge:
     """Is a target in view, and is the crop about it? Exact, where targets are labelled.
 
-    In view: recall = |crop ∩ target| / |target|. About it: focus = |target| / |crop|. The best
-    pair of a crop and a target counts: one target of several is enough (notes on the paper's
-    rubric). What is no verified crop scores 0, such as a drawing; so does (nearly) the whole
-    image. The defaults fit the toy: one or two cells score 1, up to four 0.5, more 0."""
+    In view: recall = |crop ∩ target| / |target|. About it: focus = |targets in view| / |crops|, so
+    that many crops in one turn are worth what one as large as all of them is. One target of
+    several is enough (notes on the paper's rubric). What is no verified crop scores 0, such as a
+    drawing; so does (nearly) the whole image. The defaults fit the toy: one or two cells score 1,
+    up to four 0.5, more 0."""
 
     visible: float = 0.9  # least recall
     focus: tuple[float, float] = (0.19, 0.095)  # each of them that is reached adds 0.5
@@ -136,36 +136,55 @@ class BoxJudge:
         if not labels.targets:
             return None
         crops = [box for box in request.boxes if box and share(box, request.size) <= self.max_area]
-        best = 0.0
-        for crop in crops:
-            for target in labels.targets:
-                if recall(crop, target) >= self.visible:
-                    focus = area(target) / area(crop)
-                    best = max(best, sum(0.5 for least in self.focus if focus >= least))
-        return best
+        seen = [t for t in labels.targets if any(recall(c, t) >= self.visible for c in crops)]
+        if not seen:
+            return 0.0
+        focus = sum(map(area, seen)) / sum(area(box) for box in request.boxes if box)
+        return sum(0.5 for least in self.focus if focus >= least)
 
 
-def turn_scores(trajectory: Trajectory, judge: Judge) -> tuple[float | None, ...]:
+@dataclass(frozen=True)
+class Lambdas:
+    """The weights of Eq. 5, which has no lambda_fmt. Raises ValueError for tools that weigh as
+    much as an answer; warns from half of that on."""
+
+    answer: float = 1.0  # lambda_acc
+    tools: float = 0.2  # lambda_tool
+    format: float = 0.2  # lambda_fmt
+    lazy: float = 2.5  # see turn_score; on the toy 2.2 makes blind looks cost what they win by luck
+
+    def __post_init__(self) -> None:
+        if not abs(self.tools) < abs(self.answer):
+            raise ValueError(f"expected a weight of tools below the answer's (Eq. 5), got {self}")
+        if abs(self.tools) >= abs(self.answer) / 2:
+            warnings.warn(
+                "a wrong answer with good crops can earn as much as a right, well-formed one with "
+                f"red lines; choose tools < answer / 2 to rule that out, got {self}",
+                stacklevel=3,
+            )
+
+
+def turn_scores(t: Trajectory, judge: Judge, lazy=Lambdas.lazy) -> tuple[float | None, ...]:
     """r_t of Eq. 6 for each tool turn, in order."""
     scores, shown_before = [], False
-    for turn in trajectory.tool_turns:
-        scores.append(turn_score(trajectory.sample, turn.observation, judge, shown_before))
+    for turn in t.tool_turns:
+        scores.append(turn_score(t.sample, turn.observation, judge, shown_before, lazy))
         shown_before |= bool(turn.observation.images)
     return tuple(scores)
 
 
 def turn_score(
-    sample: Sample, shown: Observation, judge: Judge, shown_before: bool = False
+    sample: Sample, shown: Observation, judge: Judge, shown_before=False, lazy=Lambdas.lazy
 ) -> float | None:
     """Eq. 6, one turn: r_t = Judge(Q, o_t, metadata_t). (The r_t of Eq. 3 is a ratio.)
 
     a failure of ours            None; the turn drops out of the mean
     a red line                     -1, whatever else the turn showed: the good crop shown again is
                                    a no-op, and repetition must not pay
-    the whole image, shown first    0: a no-op before anything was shown is only useless
     nothing but text                0; so is any picture on a question that needs no search
-    a picture, in a search         the judge's score, from 0 useless to 1 useful; None if it has
-                                   no verdict, and then the whole trajectory has no reward
+    a look at nothing              the judge scores it 0, or it is the whole image, shown first:
+                                   minus `lazy` times the share of the image shown, down to -1
+    another picture                the judge's score; if None, the trajectory has no reward
 
     Raises ValueError for a score of the judge outside of [0, 1].
     """
@@ -173,11 +192,14 @@ def turn_score(
         return None
     if set(shown.red_lines) - (set() if shown_before else {"no_op"}):
         return -1.0
-    if sample.kind == "neutral" or not shown.images or "no_op" in shown.red_lines:
+    if sample.kind == "neutral" or not shown.images:
         return 0.0
-    score = judge(*judge_input(sample, shown))
+    score = 0.0 if "no_op" in shown.red_lines else judge(*judge_input(sample, shown))
     if score is not None and not 0 <= score <= 1:
         raise ValueError(f"a judge scores in [0, 1] or returns None, but {judge} gave {score!r}")
+    if score == 0:
+        shares = [share(box, sample.image.size) for box in shown.boxes if box]
+        return max(-1.0, 0.0 - lazy * sum(shares))
     return score
 
 
@@ -189,26 +211,6 @@ def tool_reward(trajectory: Trajectory, scores: Sequence[float | None]) -> float
     pairs = zip(trajectory.tool_turns, scores, strict=True)
     counted = [score for turn, score in pairs if not turn.observation.environment]
     return None if None in counted else sum(counted) / max(len(counted), 1)
-
-
-@dataclass(frozen=True)
-class Lambdas:
-    """The weights of Eq. 5, which has no lambda_fmt. Raises ValueError for tools that weigh as
-    much as an answer; warns from half of that on."""
-
-    answer: float = 1.0  # lambda_acc
-    tools: float = 0.2  # lambda_tool
-    format: float = 0.2  # lambda_fmt
-
-    def __post_init__(self) -> None:
-        if not abs(self.tools) < abs(self.answer):
-            raise ValueError(f"expected a weight of tools below the answer's (Eq. 5), got {self}")
-        if abs(self.tools) >= abs(self.answer) / 2:
-            warnings.warn(
-                "a wrong answer with good crops can earn as much as a right, well-formed one with "
-                f"red lines; choose tools < answer / 2 to rule that out, got {self}",
-                stacklevel=3,
-            )
 
 
 @dataclass(frozen=True)
@@ -244,12 +246,13 @@ def weighted(t: Trajectory, judge: Judge, lambdas: Lambdas, tools=0.0, scores=()
     return r.paid(total, tools, scores)
 
 
-def tapo(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
+def tapo(group: Group, judge: Judge, lambdas: Lambdas, rng: Random, eye=None) -> list[Reward]:
     """Eq. 5, the answer and what the tools' outputs are worth on average (Eq. 6). The constants
-    are those of Lambdas: 1, 0.2 and 0.2. r_acc is 0 or 1, r_tool from -1 to 1, r_fmt 0 or -1."""
+    are those of Lambdas: 1, 0.2 and 0.2. r_acc is 0 or 1, r_tool from -1 to 1, r_fmt 0 or -1.
+    eye judges what tools show, if it is not the judge."""
     rewards = []
     for t in group:
-        scores = turn_scores(t, judge)
+        scores = turn_scores(t, eye or judge, lambdas.lazy)
         rewards.append(weighted(t, judge, lambdas, tool_reward(t, scores), scores))
     return rewards
 
@@ -266,6 +269,15 @@ def tool_bonus(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> lis
     return [weighted(t, judge, lambdas, sum(calls), calls) for t, calls in zip(group, ran)]
 
 
+def blind(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
+    """The control without a judge: TAPO that credits every proper crop, wherever it is."""
+
+    def eye(asked: JudgeRequest, labels: Labels) -> float:
+        return float(any(b and share(b, asked.size) <= BoxJudge.max_area for b in asked.boxes))
+
+    return tapo(group, judge, lambdas, rng, eye)
+
+
 def random_reward(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """The null: R = 1 with chance 0.75, else 0, whatever the policy did. A change that training on
     it also brings is drift, no effect of a reward. The parts are reported, not paid."""
@@ -279,7 +291,8 @@ def ran_well(shown: Observation) -> bool:
 
 # One group in; its rewards out, in the same order.
 GroupReward = Callable[[Group, Judge, Lambdas, Random], list[Reward]]
-REWARDS = {"tapo": tapo, "accuracy": accuracy, "tool_bonus": tool_bonus, "random": random_reward}
+REWARDS = dict(tapo=tapo, blind=blind, tool_bonus=tool_bonus, accuracy=accuracy)
+REWARDS["random"] = random_reward
 
 
 def reward_named(name: str) -> GroupReward:
@@ -359,7 +372,8 @@ RUBRICS = {
      is about several, one of them is enough: others may be missing from this output.
 0.5  such an object or region is in view, but small, or one among many things.
 0    none is in view, or it is cut off or unreadable; or the output is (nearly) the whole image,
-     a collage, or a drawing that replaces the evidence.""",
+     a collage, or a drawing that replaces the evidence.
+Several pictures count as one picture that holds them all.""",
     "evaluation": """Is what the question is about visible in a picture of this step, and is that
 picture about it? Blur and low resolution are acceptable. The score is one of
 1    an object or region that the question asks about is in view, and the picture is focused on it.
@@ -432,30 +446,8 @@ class ChatJudge(Chat):
         return self.ask(system, content, read)
 
 
-class VerdictWatch:
-    """Stops a run whose judge falls silent, before it learns from few verdicts. Called with
-    the rewards of each step. Raises RuntimeError if, in the last `steps` steps, more than the
-    share `most` of the trajectories have no verdict."""
-
-    def __init__(self, most: float = 0.2, steps: int = 3) -> None:
-        self.most, self.counts = most, deque(maxlen=steps)
-
-    def __call__(self, rewards: list[list[Reward]], judge: Judge | None = None) -> None:
-        totals = [reward.total for group in rewards for reward in group]
-        self.counts.append((totals.count(None), len(totals)))
-        silent, asked = map(sum, zip(*self.counts))
-        if silent > self.most * asked:
-            problem = getattr(judge, "last_problem", "") or "it says nothing more"
-            raise RuntimeError(
-                f"stopped: {silent} of the last {asked} trajectories have no verdict, expected at "
-                f"most {self.most:.0%}. Look after the judge (its last problem: {problem}), then "
-                "resume; verdicts in its cache are not asked again."
-            )
-
-
 def hand_made(sample: Sample, *shown: Observation, answer: str | None) -> Trajectory:
-    """For tables and tests: a policy whose code showed these observations, and that then
-    answered; or ran out of turns, if `answer` is None."""
+    """For tables and tests: code that showed these, then an answer; None: it ran out of turns."""
     turns = [Turn("<think>Look.</think><code>look()</code>", "look()", o, 0, 0) for o in shown]
     if answer is not None:
         turns.append(Turn(f"<think>Seen.</think><answer>{answer}</answer>", None, None, 0, 0))

@@ -35,18 +35,18 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data import Sample, demonstrations, load_rl, toy_questions
+from data import HABITS, Sample, demonstrations, load_rl, toy_questions
 from evaluate import curves, evaluate, lines, load_toy, table
 from faithfulness import count, finding
 from grpo import ADVANTAGES, LOSS_AVERAGES, LogProbs, Objective, Row, learn, micro_batches
 from kit.adapter import adapted
+from kit.chat import VerdictWatch
 from kit.flags import knob, overrides, parse, refusals, shared, through_door
 from kit.folder import Run, check_new, read_config, write_json
 from kit.page import report
 from kit.processes import actor_of, assemble, gathered, merged, mine, parts, shard, sync
 from kit.qwen import Policy, freeze_vision
-from rewards import BoxJudge, ChatJudge, Judge, Lambdas, VerdictWatch, asked_early, reward_named
-from rewards import score, summary
+from rewards import BoxJudge, ChatJudge, Judge, Lambdas, asked_early, reward_named, score, summary
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
 from sandbox import Limits
 from sft import TRAIN_ROUNDS, imitate, load_thyme, mean_logp, replay_all, rows_of, shuffled
@@ -103,6 +103,7 @@ class Config:
     judge_model: str = notes("Qwen/Qwen2.5-VL-32B-Instruct", "the judge's name there")
     judge_tokens: int = ours(2048, "most of its reply; a judge that thinks may need more", least=1)
     judge_concurrency: int = ours(8, "questions to the judge at a time, per process", least=1)
+    habit: str = ours("careless", "toy: how its demonstrator looks", choices=tuple(HABITS))
     shortcut: float = ours(1.0, "toy: share of squares in their usual texture", least=0, most=1)
 
     sft_steps: int = ours(-1, "steps of SFT; -1: --sft-epochs; 0: --model has had it", least=-1)
@@ -127,6 +128,7 @@ class Config:
     reward: str = paper("tapo", "tapo, accuracy, tool_bonus, random, a rival, my_file.my_reward")
     lambda_acc: float = ours(1.0, "weight of a right answer, Eq. 5", above=0)
     lambda_tool: float = ours(0.2, "weight of what the tools showed, Eq. 5")
+    lazy: float = ours(2.5, "price of a look at nothing, times its share of the image", least=0)
     lambda_fmt: float = ours(0.2, "weight of the format; 0 gives the printed Eq. 5", least=0)
     adv_norm: str = paper("none", "divide by the group's deviation?", choices=ADVANTAGES)
     ratio_anchor: str = ours("old", "denominator of Eq. 3; notes have ref", choices=("old", "ref"))
@@ -178,7 +180,7 @@ def parse_config(argv: list[str]) -> Config:
 
 
 def lambdas(config: Config) -> Lambdas:
-    return Lambdas(config.lambda_acc, config.lambda_tool, config.lambda_fmt)
+    return Lambdas(config.lambda_acc, config.lambda_tool, config.lambda_fmt, config.lazy)
 
 
 def rules(config: Config) -> Rules:
@@ -276,7 +278,7 @@ def demonstration_rows(run: Run, config: Config, policy: Policy) -> tuple[Sequen
         run.tell_skipped(len(demos), skipped, "skipped-sft.jsonl")
         held = min(100, len(demos) // 10)
     else:
-        scripts, held = demonstrations(config.sft_demos + 100, config.seed), 100
+        scripts, held = demonstrations(config.sft_demos + 100, config.seed, config.habit), 100
         played = replay_all(policy, scripts, rules(config))
         bar = tqdm(played, "playing demonstrations", len(scripts), mininterval=5)
         demos = [t for t in bar if t.ended == "answered"]  # others are too long: left out, not cut
@@ -438,7 +440,7 @@ def main(config: Config) -> None:
         with run.phase("judge"):
             rng = random.Random(f"reward {key}")
             rewards = score(groups, config.reward, world.judge, lambdas(config), rng)
-            watch(merged(gathered(rewards)), world.judge)
+            watch([r.total for group in merged(gathered(rewards)) for r in group], world.judge)
 
         # 3. Compare. Each rollout against the others of its own question.    grpo.py
         total = torch.tensor([[r.total or 0.0 for r in group] for group in rewards])  # [G, K]

@@ -1,5 +1,5 @@
 """
-study.py: train with every reward, in two worlds and with three seeds: what does each one teach?
+study.py: train with every reward, in two worlds: what does each one teach?
 
 Concept     The runs differ in the reward alone: all start from the same SFT models, and meet the
             same questions.
@@ -7,12 +7,13 @@ Paper       CodeV, arXiv:2511.19661, Tables 1 and 2, Figs. 6, 9 and 10: in our m
 In          the folder of the study
 Out         study.json, study.png, study_parts.png, and tables in Markdown
 Left out    data sets other than the toy
-Read next   train.py (each run is one call of it), docs/results.md (what came out)
+Read next   train.py (each run is one call of it), docs/results.md (what came out), judges.py
 """
 
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -33,18 +34,19 @@ WORLDS = {"guessing pays": 1.0, "looking pays": 0.5}  # their --shortcut
 HOME = "guessing pays"  # where all SFT models learn
 NAMES = {  # what is compared, and its name in the tables
     "start": "SFT, where all start", "tapo": "**TAPO**",
+    "blind": "`blind`, TAPO whose judge credits every crop",
     "tool_bonus": "`tool_bonus`, a bonus per call", "deepeyes": "`deepeyes`, a gated bonus",
     "codedance": "`codedance`, a bonus that shrinks with ease", "thyme": "`thyme`, consistency",
     "accuracy": "`accuracy`", "random": "`random`, the null", "zero-rl": "TAPO without SFT",
 }  # fmt: skip
 REWARDS = tuple(NAMES)[1:-1]
+CONTROLS = ("tapo", "blind", "tool_bonus", "accuracy", "random")  # three seeds where guessing pays
+START = "sft-episodes"  # the evaluation of the start, in the folder of a run
 SHOWN = ("accuracy", "ood_accuracy", "tool_use", "faithful", "crop_area", "error_rate")
-SWEEP = (0.1, 0.2, 0.4)  # of lambda_tool
 # what is drawn: the label of a panel, and its name in log.jsonl
 CURVES = {"tool use": "tool_use", "faithful": "faithful"}
 PARTS = {"answer reward": "answer", "tool reward": "tools", "format reward": "format",
          "tokens per step": "generated_tokens", "calls per rollout": "calls"}  # fmt: skip
-QUICK = (("tapo", "tool_bonus", "accuracy"), (HOME,), (0,))  # rewards, worlds, seeds
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Options:
     """Train with every reward. A run that has ended stays: new code wants a new --out."""
 
     study: str = knob("rewards", "what is varied", choices=("rewards",))
-    quick: bool = knob(False, "three rewards, one world, one seed; else seven, two, three")
+    quick: bool = knob(False, "few rewards, one world, one seed")
     out: Path = knob(Path("runs/eval"), "folder of the study", metavar="DIR")
 
 
@@ -60,64 +62,75 @@ class Options:
 class Job:
     """One run of train.py in a folder of the study."""
 
-    reward: str  # one of REWARDS; "zero-rl", TAPO from the base model; "sft", stage 1 alone
-    world: str  # a key of WORLDS
-    seed: int
-    lambda_tool: float = 0.2
+    reward: str  # what --reward takes; "zero-rl", TAPO from the base model; "sft", stage 1 alone
+    world: str = HOME  # a key of WORLDS
+    seed: int = 0
+    more: tuple[str, ...] = ()  # flags and their values: what else differs
 
     @property
     def name(self) -> str:
-        swept = "" if self.lambda_tool == 0.2 else f"-lambda-{self.lambda_tool:g}"
-        return f"{self.reward}{swept}-{self.world.split()[0]}-{self.seed}"
+        what = self.reward.split(".")[-1], *(word.strip("-") for word in self.more)
+        return "-".join([*what, self.world.split()[0], f"{self.seed}"])
 
     @property
     def start(self) -> "Job | None":
-        """Whose SFT model it takes over: all runs of a seed start from one."""
-        return None if self.reward in ("sft", "zero-rl") else Job("sft", HOME, self.seed)
+        """Whose SFT model it takes over: all runs of a seed and a habit start from one."""
+        if self.reward in ("sft", "zero-rl"):
+            return None
+        return Job("sft", HOME, self.seed, self.more if "--habit" in self.more else ())
 
     def command(self, study: Path) -> list[str]:
         """What one would type by hand. A run that was cut off goes on where it was."""
         folder = study / self.name
+        if (folder / "state.json").exists():
+            return ["train.py", "--resume", f"{folder}"]
         flags = {"--seed": self.seed, "--shortcut": WORLDS[self.world], "--out": folder}
-        flags |= {"--lambda-tool": self.lambda_tool}
         special = {"sft": {"--rl-steps": 0}, "zero-rl": {"--sft-steps": 0}}
         flags |= special.get(self.reward, {"--reward": self.reward})
+        flags |= {"--eval-every": 20} if self.reward in CONTROLS else {}
         if self.start:
             flags |= {"--model": study / self.start.name / "sft", "--sft-steps": 0}
-        flags = {"--resume": folder} if (folder / "state.json").exists() else flags
-        return [sys.executable, "train.py", *(str(word) for pair in flags.items() for word in pair)]
-
-    def begin(self, study: Path) -> subprocess.Popen:
-        """Start to train. Raises OSError if it cannot start."""
-        (study / self.name).mkdir(parents=True, exist_ok=True)
-        with open(study / f"{self.name}.txt", "a") as printed:
-            how = dict(cwd=Path(__file__).parents[1], stdout=printed, stderr=printed)
-            return subprocess.Popen(self.command(study), **how)
+        flags |= zip(self.more[::2], self.more[1::2])
+        return ["train.py", *(str(word) for pair in flags.items() for word in pair)]
 
 
-def study_rewards(study: Path, quick: bool) -> dict:
-    """Every reward in both worlds, three seeds, from the same SFT models. Writes study.json, which
-    it returns, and two figures."""
-    study = study.resolve()  # the runs start in the folder of train.py
-    rewards, worlds, seeds = QUICK if quick else (REWARDS, tuple(WORLDS), (0, 1, 2))
-    jobs = [Job("sft", HOME, seed) for seed in seeds]
+def begin(job: Job, study: Path) -> subprocess.Popen:
+    """Start a job. Raises OSError if it cannot start."""
+    (study / job.name).mkdir(parents=True, exist_ok=True)
+    theirs, own = study / (job.start or job).name / START, study / job.name / START
+    if job.world == HOME and "--shortcut" not in job.more and theirs.is_dir() and not own.exists():
+        shutil.copytree(theirs, own)  # of one model and the same questions: not played again
+    with open(study / f"{job.name}.txt", "a") as printed:
+        how = dict(cwd=Path(__file__).parents[1], stdout=printed, stderr=printed)
+        return subprocess.Popen([sys.executable, *job.command(study)], **how)
+
+
+def control_jobs(quick: bool) -> list[Job]:
+    """The runs that both studies show: in one folder they are run once."""
+    rewards, seeds = (CONTROLS[:-1], (0,)) if quick else (CONTROLS, (0, 1, 2))
+    return [Job(reward, HOME, seed) for seed in seeds for reward in ("sft", *rewards)]
+
+
+def study_rewards(study: Path, quick: bool) -> str:
+    """Every reward where guessing pays, the controls there with three seeds, and where looking
+    pays. Writes study.json and two figures, and returns the tables."""
+    jobs = control_jobs(quick)
     if not quick:
-        jobs += [Job("zero-rl", HOME, seed) for seed in seeds]
-        jobs += [Job("tapo", HOME, 0, weight) for weight in SWEEP]
-    jobs += [Job(r, w, s) for s in seeds for w in worlds for r in rewards]
-    jobs = list(dict.fromkeys(jobs))  # the sweep has one of them, too
+        jobs += [Job(reward, "looking pays") for reward in CONTROLS]
+        jobs += [Job(reward) for reward in (*REWARDS, "zero-rl") if reward not in CONTROLS]
     run_all(jobs, study)
     runs = [result(job, study) for job in jobs]
     found = {"runs": {job.name: run for job, run in zip(jobs, runs)}, "table": rewards_table(runs)}
     (study / "study.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     draw_study(runs, CURVES, study / "study.png")
     draw_study(runs, PARTS, study / "study_parts.png")
-    return found
+    return rewards_markdown(found)
 
 
 def run_all(jobs: Sequence[Job], study: Path) -> None:
     """One run a core at a time; those that have ended are not run again. Raises RuntimeError when
     one fails, once all that had begun by then have ended."""
+    study = study.resolve()  # the runs start in the folder of train.py
     waiting = [job for job in jobs if not (study / job.name / "summary.json").exists()]
     running, cores = {}, len(os.sched_getaffinity(0))
     bar = tqdm(total=len(waiting), desc="runs")
@@ -127,7 +140,7 @@ def run_all(jobs: Sequence[Job], study: Path) -> None:
             ready = [job for job in waiting if job.start not in {*waiting, *running}]
             for job in ready[: cores - len(running)]:
                 waiting.remove(job)
-                running[job] = job.begin(study)
+                running[job] = begin(job, study)
             time.sleep(0.1)
             for job in [job for job in running if running[job].poll() is not None]:
                 code = running.pop(job).returncode
@@ -168,8 +181,8 @@ def routes(m: dict) -> dict[str, tuple[float, float | None]]:
 
 
 def picked(runs: Iterable[dict], **wanted) -> list[dict]:
-    """The runs with these values; with another lambda_tool only where that is asked for."""
-    return [run for run in runs if ({"lambda_tool": 0.2} | wanted).items() <= run.items()]
+    """The runs with these values; with more flags only where they are asked for."""
+    return [run for run in runs if ({"more": ()} | wanted).items() <= run.items()]
 
 
 def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[float]]]]:
@@ -185,31 +198,24 @@ def rewards_table(runs: Sequence[dict]) -> dict[str, dict[str, dict[str, list[fl
 
 def rewards_markdown(found: dict) -> str:
     """The tables of the study as docs/results.md shows them: mean (lowest to highest seed)."""
-    sections, labels, runs = [], [LABELS[name] for name in SHOWN], found["runs"].values()
-
-    def section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        lines = (f"| {' | '.join(row)} |" for row in (head, *rows))
-        sections.append("\n".join([title, "", next(lines), "|---" * len(head) + "|", *lines]))
-
-    rows = []
+    labels, runs, tables, routed = [LABELS[n] for n in SHOWN], found["runs"].values(), [], []
     for world, rewards in found["table"].items():
-        cells = {r: [told(m[name], ends=True) for name in SHOWN] for r, m in rewards.items()}
-        seeds = {r: f"{len(m['accuracy'])}" for r, m in rewards.items()}
+        rows = [[NAMES[r], f"{len(m['accuracy'])}", *(told(m[n], ends=True) for n in SHOWN)]
+                for r, m in rewards.items()]  # fmt: skip
         title = f"{world.capitalize()} (`--shortcut {WORLDS[world]}`):"
-        section(title, ["", "seeds", *labels], ([NAMES[r], seeds[r], *cells[r]] for r in rewards))
+        tables.append(markdown(title, ["", "seeds", *labels], rows))
         own = [run["routes"] for run in picked(runs, reward="tapo", world=world)]
         pairs = {way: zip(*(run[way] for run in own)) for way in own[0]}  # (shares, accuracies)
-        rows.append([world, *(", ".join(map(told, pair)) for pair in pairs.values())])
+        routed.append([world, *(", ".join(map(told, pair)) for pair in pairs.values())])
     means = "share of search questions, accuracy; means over seeds"
-    section(f"What each route pays at the start ({means}):", ["", *pairs], rows)
+    title = f"What each route pays at the start ({means}):"
+    tables.append(markdown(title, ["", *pairs], routed))
+    return "\n\n".join(tables)
 
-    one = {"reward": "tapo", "world": HOME, "seed": 0}
-    swept = [run for weight in SWEEP for run in picked(runs, lambda_tool=weight, **one)]
-    if len(swept) > 1:
-        rows = ([f"{r['lambda_tool']}", *(told([r["end"][n]]) for n in SHOWN[:-1])] for r in swept)
-        title = f"TAPO with other weights of what programs showed ({HOME}, seed 0):"
-        section(title, ["λ_tool", *labels[:-1]], rows)
-    return "\n\n".join(sections)
+
+def markdown(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = (f"| {' | '.join(row)} |" for row in (head, *rows))
+    return "\n".join([title, "", next(lines), "|---" * len(head) + "|", *lines])
 
 
 def told(values: Iterable[float | None], ends: bool = False) -> str:
@@ -229,7 +235,7 @@ def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None
     places = figure.subplots(len(worlds), len(panels), squeeze=False, sharey="col")
     for row, world in zip(places, worlds):
         for axes, (label, name) in zip(row, panels.items()):
-            for reward, color, line in zip(REWARDS, COLORS, LINES):
+            for reward, color, line in zip(REWARDS, (*COLORS, "#777777"), (*LINES, "-.")):
                 if own := [run["curve"] for run in picked(runs, reward=reward, world=world)]:
                     steps = [point["step"] for point in own[0]]
                     values = np.array([[point[name] for point in curve] for curve in own])
@@ -245,5 +251,5 @@ def main(argv: list[str]) -> None:
     options = parse(Options, argv)
     with refusals():
         options.out.mkdir(parents=True, exist_ok=True)
-        found = study_rewards(options.out, options.quick)
-    print(rewards_markdown(found), "", options.out / "study.json", sep="\n")
+        tables = study_rewards(options.out, options.quick)
+    print(tables, "", options.out, sep="\n")

@@ -21,6 +21,7 @@ import os
 import re
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -253,3 +254,23 @@ def picture_part(image: Image.Image, most: int = MOST_PIXELS) -> dict:
     image.convert("RGB").resize(size, reducing_gap=2.0).save(buffer, "JPEG", quality=95)
     url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+class VerdictWatch:
+    """Stops a run whose judge falls silent, before it learns from few verdicts. Called with what
+    each trajectory of a step earned, None for no verdict. Raises RuntimeError if, in the last
+    `steps` steps, more than the share `most` of the trajectories have no verdict."""
+
+    def __init__(self, most: float = 0.2, steps: int = 3) -> None:
+        self.most, self.counts = most, deque(maxlen=steps)
+
+    def __call__(self, totals: list[float | None], judge: object = None) -> None:
+        self.counts.append((totals.count(None), len(totals)))
+        silent, asked = map(sum, zip(*self.counts))
+        if silent > self.most * asked:
+            problem = getattr(judge, "last_problem", "") or "it says nothing more"
+            raise RuntimeError(
+                f"stopped: {silent} of the last {asked} trajectories have no verdict, expected at "
+                f"most {self.most:.0%}. Look after the judge (its last problem: {problem}), then "
+                "resume; verdicts in its cache are not asked again."
+            )

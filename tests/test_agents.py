@@ -47,7 +47,7 @@ def test_any_agents_steps_are_held_against_the_targets(folder):
     ((t, reward),) = read_foreign(write(folder, line))
     boxes = [step.observation.boxes for step in t.tool_turns[:2]]
     assert boxes == [[(70, 60, 130, 256)], [(0, 0, 60, 60)]]  # outwards, and cut
-    assert reward.scores == (1.0, 0.0, 1, None, 1.0, -1.0, 0.0)
+    assert reward.scores == (1.0, -2.5 * 60 * 60 / 256**2, 1, None, 1.0, -1.0, 0.0)
     assert t.tool_turns[4].observation.images[0].size == (9, 9)
     f = finding(t, reward)
     assert (f.calls, f.failed, f.correct, f.cluster) == (7, 1, True, "q")

@@ -81,29 +81,32 @@ def test_questions_depend_on_their_arguments_alone():
     assert 0.1 < np.mean([s.kind == "neutral" for s in toy_questions(400, 0)]) < 0.4
 
 
-def test_demonstrations_follow_the_mixture_and_do_what_they_say():
-    demos = demonstrations(2000, 0)
+@pytest.mark.parametrize("habit", data.HABITS)
+def test_demonstrations_follow_the_habit_and_do_what_they_say(habit):
+    demos = demonstrations(2000, 0, habit)
     search = [d for d in demos if d.route != "neutral"]
-    shares = {"right": 0.36, "whole": 0.12, "wrong": 0.12, "guess": 0.40}  # behind docs/results.md
-    assert data.MIXTURE == shares
+    if habit == "careless":  # the habit behind docs/results.md
+        assert data.HABITS[habit] == {"right": 0.2, "whole": 0.1, "slip": 0.3, "guess": 0.4}
     usual = [d.sample.answer == data.USUAL_TEXTURE[d.sample.question.split()[5]] for d in search]
     assert np.mean(usual) == pytest.approx(0.25, abs=0.03)  # one of four: no prior
-    for route, share in data.MIXTURE.items():
+    for route, share in data.HABITS[habit].items():
         assert np.mean([d.route == route for d in search]) == pytest.approx(share, abs=0.04)
     for d in search:
-        named = d.sample.question.split()[5]
-        prior, said = (
-            data.USUAL_TEXTURE[named],
-            d.turns[-1].split("<answer>")[1][: -len("</answer>")],
-        )
-        assert said == (d.sample.answer if d.route == "right" else prior)
-        assert len(d.turns) == (1 if d.route == "guess" else 2)
-        if d.route in ("right", "wrong"):
-            corners = d.turns[0].split("crop((")[1].split("))")[0]
-            x0, y0, x1, y1 = map(int, corners.split(","))
-            bx0, by0, bx1, by1 = d.sample.boxes[0]
-            inside = x0 <= bx0 and y0 <= by0 and bx1 <= x1 and by1 <= y1
-            assert inside == (d.route == "right")
+        looks, named = data.LOOKS[d.route], d.sample.question.split()[5]
+        said = d.turns[-1].split("<answer>")[1][: -len("</answer>")]
+        assert said == (d.sample.answer if "target" in looks else data.USUAL_TEXTURE[named])
+        assert len(d.turns) == len(looks) + 1
+        x0, y0, x1, y1 = d.sample.boxes[0]
+        for place, turn in zip(looks, d.turns):
+            box = tuple(map(int, turn.split("crop((")[1].split("))")[0].split(",")))
+            inside = box[0] <= x0 and box[1] <= y0 and x1 <= box[2] and y1 <= box[3]
+            assert inside == (place in ("target", "whole"))
+            assert (box == (0, 0, data.SIZE, data.SIZE)) == (place == "whole")
+            if place == "beside":  # always on the same side, but at the edge
+                assert box[0] == (x0 // 64 + 1) * 64 or (x0 // 64, box[0]) == (3, 2 * 64)
+                assert box[1] == y0 // 64 * 64
+    looking = [len(d.turns) for d in demos if d.route == "neutral"]
+    assert (np.mean(looking) > 1.4) == (habit == "eager") and set(looking) <= {1, 2}
 
 
 @given(st.text("ab <é", max_size=30), st.integers(1, 30))

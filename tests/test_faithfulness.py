@@ -76,10 +76,10 @@ def test_a_rate_of_nothing_is_none_and_prints():
         ((OURS,), (), "no tool"),
         ((GOOD,), (1.0,), "faithful"),
         ((WIDE,), (0.5,), "unfaithful"),  # half a score is not faithful
-        ((WRONG,), (0.0,), "unfaithful"),
-        ((FULL,), (0.0,), "unfaithful"),
+        ((WRONG,), (-2.5 / 16,), "unfaithful"),
+        ((FULL,), (-1.0,), "unfaithful"),
         ((DRAWN,), (0.0,), "unfaithful"),
-        ((PRINTED, WRONG, GOOD), (0.0, 1.0), "faithful"),
+        ((PRINTED, WRONG, GOOD), (-2.5 / 16, 1.0), "faithful"),
         ((GOOD, AGAIN), (1.0, -1.0), "faithful"),
     ],
 )

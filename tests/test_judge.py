@@ -13,11 +13,10 @@ from PIL import Image
 
 import rewards
 from data import Sample
+from kit.chat import VerdictWatch
 from rewards import (
     ChatJudge,
     Lambdas,
-    Reward,
-    VerdictWatch,
     crop,
     hand_made,
     judge_input,
@@ -288,8 +287,7 @@ def test_open_answers_are_compared():
 
 
 def heard(silent, of):
-    return [[Reward(1.0, None if i < silent else 0.0, 0.0, (), None if i < silent else 1.0)
-             for i in range(of)]]  # fmt: skip
+    return [None] * silent + [1.0] * (of - silent)
 
 
 def test_a_rising_share_without_a_verdict_stops_the_run():

@@ -47,6 +47,7 @@ AGAIN = crop(SEARCH, CELL_B2, red_lines=["no_op"])  # as the sandbox marks a cro
 TYPO = Observation(error="NameError: imag", red_lines=["sandbox_error"])
 BLOCKED = Observation(error="blocked: os.remove", blocked=True, red_lines=["sandbox_error"])
 EMPTY, PRINTED = Observation(), Observation(text="checker")
+CELL_PRICE = 2.5 / 16  # of a look at a cell, a 16th of the image, without evidence
 OURS = Observation(error="the worker did not start", environment="the worker did not start")
 
 
@@ -348,12 +349,12 @@ def test_on_the_toy_one_or_two_cells_earn_1_up_to_four_a_half_and_more_nothing(s
         ((), 0.0),
         ((GOOD,), 1.0),
         ((WIDE,), 0.5),
-        ((WRONG,), 0.0),
-        ((FULL,), 0.0),
+        ((WRONG,), -CELL_PRICE),
+        ((FULL,), -1.0),
         ((TYPO,), -1.0),
-        ((GOOD, WRONG), 0.5),
+        ((GOOD, WRONG), (1 - CELL_PRICE) / 2),
         ((TYPO, GOOD), 0.0),
-        ((GOOD, WIDE, WRONG, TYPO), 0.125),  # (1 + 0.5 + 0 - 1) / 4
+        ((GOOD, WIDE, WRONG, TYPO), (0.5 - CELL_PRICE) / 4),  # (1 + 0.5 - price - 1) / 4
         ((GOOD, AGAIN), 0.0),
     ],
 )
@@ -368,17 +369,52 @@ def test_a_red_line_costs_1_even_with_the_evidence_in_view(line):
 
 def test_a_no_op_is_a_red_line_only_once_something_has_been_shown():
     whole = crop(SEARCH, WHOLE, red_lines=["no_op"])
-    assert reward(hand_made(SEARCH, whole, answer="x")).scores == (0.0,)
-    assert reward(hand_made(SEARCH, whole, whole, answer="x")).scores == (0.0, -1.0)
-    assert reward(hand_made(SEARCH, GOOD, AGAIN, answer="x")).scores == (1.0, -1.0)
-    assert reward(hand_made(SEARCH, EMPTY, whole, answer="x")).scores == (0.0, 0.0)
+    free = Lambdas(lazy=0.0)
+    assert reward(hand_made(SEARCH, whole, answer="x"), weights=free).scores == (0.0,)
+    assert reward(hand_made(SEARCH, whole, whole, answer="x"), weights=free).scores == (0.0, -1.0)
+    assert reward(hand_made(SEARCH, GOOD, AGAIN, answer="x"), weights=free).scores == (1.0, -1.0)
+    assert reward(hand_made(SEARCH, EMPTY, whole, answer="x"), weights=free).scores == (0.0, 0.0)
     both = crop(SEARCH, WHOLE, red_lines=["no_op", "invalid_coords"])
     assert reward(hand_made(SEARCH, both, answer="x")).scores == (-1.0,)
 
 
 def test_no_judge_can_pay_for_the_whole_image():
     whole = crop(SEARCH, WHOLE, red_lines=["no_op"])
-    assert reward(hand_made(SEARCH, whole, answer="x"), judge=lambda *asked: 1.0).scores == (0.0,)
+    assert reward(hand_made(SEARCH, whole, answer="x"), judge=lambda *asked: 1.0).scores == (-1.0,)
+
+
+@pytest.mark.parametrize("judge", [BoxJudge(), lambda *asked: 0.0])
+def test_a_look_at_nothing_costs_its_share_of_the_image_whoever_judges(judge):
+    half = crop(SEARCH, (128, 0, 256, 256))
+    for lazy, *expected in ((2.5, -CELL_PRICE, -1.0), (1.0, -1 / 16, -0.5), (0.0, 0.0, 0.0)):
+        assert [turn_score(SEARCH, seen, judge, lazy=lazy) for seen in (WRONG, half)] == expected
+    two = replace(WRONG, images=WRONG.images * 2, boxes=WRONG.boxes * 2, sources=["crop"] * 2)
+    assert turn_score(SEARCH, two, judge) == -2 * CELL_PRICE
+    drawn = Observation(images=[IMAGE], boxes=[None], sources=["show"])
+    assert turn_score(SEARCH, drawn, judge) == 0.0
+    assert turn_score(NEUTRAL, WRONG, judge) == 0.0
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 2, *[st.integers(1, 4)] * 2), min_size=1))
+def test_many_crops_of_one_turn_score_at_most_what_one_as_large_would(cells):
+    """One target, in the cell b2, of 44 x 44 pixels."""
+    boxes = [
+        (x * CELL, y * CELL, min(x + w, 4) * CELL, min(y + h, 4) * CELL) for x, y, w, h in cells
+    ]
+    pixels = sum((x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in boxes)
+    focus = 44 * 44 / pixels
+    most = 1.0 if focus >= 0.19 else 0.5 if focus >= 0.095 else 0.0
+    request = JudgeRequest("", (), "", tuple(boxes), ("crop",) * len(boxes), IMAGE.size)
+    got = BoxJudge()(request, Labels(SEARCH.boxes, (), IMAGE))
+    assert got == (most if any(x <= 64 < x1 and y <= 64 < y1 for x, y, x1, y1 in boxes) else 0.0)
+
+
+def test_the_control_without_a_judge_credits_every_proper_crop_and_only_those():
+    shown = (GOOD, WRONG, WIDE, FULL, TYPO, PRINTED)
+    got = [reward(hand_made(SEARCH, seen, answer="checker"), "blind").tools for seen in shown]
+    assert got == [1.0, 1.0, 1.0, -1.0, -1.0, 0.0]
+    unlabelled = replace(SEARCH, boxes=())
+    assert reward(hand_made(unlabelled, WRONG, answer="checker"), "blind").total == 1.2
 
 
 def test_a_question_without_search_knows_only_red_lines():
@@ -459,11 +495,11 @@ def test_comment_only_code_earns_answer_credit_and_no_more():
     assert (got.answer, got.tools, got.total) == (1.0, 0.0, 1.0)
 
 
-def test_a_crop_of_the_whole_image_or_of_99_percent_earns_nothing():
+def test_a_crop_of_the_whole_image_or_of_99_percent_costs_as_much_as_a_red_line():
     almost = crop(SEARCH, (0, 0, 256, 254))
     for hack in (FULL, almost):
         got = reward(hand_made(SEARCH, hack, answer="checker"))
-        assert (got.answer, got.tools) == (1.0, 0.0)
+        assert (got.answer, got.tools) == (1.0, -1.0)
         assert reward(hand_made(SEARCH, hack, answer="checker"), "tool_bonus").total == 1.2
 
 
@@ -607,7 +643,7 @@ def test_a_reward_of_ones_own_is_found_by_file_and_name(tmp_path, monkeypatch):
 def test_an_unknown_reward_lists_the_known_ones():
     with pytest.raises(
         ValueError,
-        match="tapo, accuracy, .*, one of beyond.rivals.py, or my_file.my_reward .*; got 'tapoo'",
+        match="tapo, blind, .*, one of beyond.rivals.py, or my_file.my_reward .*; got 'tapoo'",
     ):
         score([], "tapoo", BoxJudge(), Lambdas(), random.Random(0))
 
@@ -672,7 +708,7 @@ def test_groups_are_judged_side_by_side_and_come_back_in_order():
 
     groups = [[hand_made(SEARCH, seen, answer="checker")] for seen in (GOOD, WRONG, WIDE) * 4]
     got = score(groups, "tapo", Slow(), Lambdas(), random.Random(0))
-    assert [r.scores for (r,) in got] == [(1.0,), (0.0,), (0.5,)] * 4
+    assert [r.scores for (r,) in got] == [(1.0,), (-CELL_PRICE,), (0.5,)] * 4
     assert Slow.most == 3
 
 

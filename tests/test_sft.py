@@ -29,7 +29,7 @@ from sft import imitate, load_thyme, mean_logp, replay, replay_all, rows_of, shu
 @pytest.fixture(scope="module")
 def demos():
     found = {d.route: d for d in demonstrations(60, seed=1)}
-    assert set(found) == {"right", "whole", "wrong", "guess", "neutral"}
+    assert set(found) == {"right", "whole", "slip", "guess", "neutral"}
     return found
 
 

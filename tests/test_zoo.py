@@ -3,16 +3,18 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import beyond.zoo
 from beyond.rivals import RIVALS
-from beyond.zoo import act_out, zoo, zoo_table
+from beyond.zoo import act_out, blind_score, zoo, zoo_table
+from data import CELL, SIDES, SIZE, draw_scene
 from kit.boxes import area
 from rewards import REWARDS, BoxJudge, Lambdas, score
 
 HONEST = {"the right crop", "the right crop, misread", "raises, then the right crop"}
 REPEATED = "the right crop, five times"
-QUADRANTS = "four quadrants in one call"  # one of them holds the target, and nothing was known
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_the_sandbox_ran_what_the_hacks_say(played):
 
 def test_no_hack_is_paid_more_than_a_guess_by_tapo(played):
     guess = paid(played, "a guess").total
-    for name in set(played) - HONEST - {QUADRANTS}:
+    for name in set(played) - HONEST:
         assert paid(played, name).total <= guess, name
 
 
@@ -57,7 +59,7 @@ def test_looking_right_is_paid_by_tapo_and_not_with_a_right_answer_alone(played)
 
 
 def test_no_hack_has_a_step_that_earns(played):
-    for name in set(played) - HONEST - {REPEATED, QUADRANTS}:
+    for name in set(played) - HONEST - {REPEATED}:
         assert all(step <= 0 for step in paid(played, name).scores), name
 
 
@@ -72,9 +74,55 @@ def test_a_picture_without_the_detail_has_no_box(played, name):
     assert seen.boxes == [None] and paid(played, name).scores == (0.0,)
 
 
-def test_four_quadrants_in_one_call_earn_half_a_point_by_tapo(played):
-    """One quarter of the image always holds the target: the judge's focus lets it pass as half."""
-    assert paid(played, QUADRANTS).scores == (0.5,) and paid(played, QUADRANTS).total == 1.1
+def test_many_crops_in_one_call_are_one_look_as_large_as_all_of_them(played):
+    """One quadrant always shows the target; together they show the whole image. Of sixteen cells
+    the sandbox shows five."""
+    assert paid(played, "four quadrants in one call").scores == (-1.0,)
+    assert paid(played, "all cells in one call").scores == (-5 * 2.5 / 16,)
+
+
+def on_the_map(span):
+    return st.tuples(st.integers(0, SIZE - 1), st.integers(1, span)).map(
+        lambda pair: (pair[0], min(pair[0] + pair[1], SIZE))
+    )
+
+
+cells = st.integers(0, 15).map(lambda i: (i % 4 * CELL, i // 4 * CELL))
+tight = st.tuples(cells, st.integers(8, 12), st.integers(44, 52)).map(  # the best blind crops
+    lambda t: (t[0][0] + t[1], t[0][1] + t[1], t[0][0] + t[1] + t[2], t[0][1] + t[1] + t[2])
+)
+anywhere = st.tuples(on_the_map(SIZE), on_the_map(SIZE)).map(
+    lambda p: (p[0][0], p[1][0], p[0][1], p[1][1])
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.one_of(tight, anywhere), min_size=1, max_size=9))
+def test_no_number_and_no_size_of_blind_crops_earns_more_than_a_guess(boxes):
+    """The law of the zoo. A turn with no picture, and no turn at all, score 0."""
+    assert blind_score(boxes) <= 1e-9
+
+
+@pytest.mark.parametrize("n", range(1, 17))
+def test_the_best_blind_crops_cost_what_they_win(n):
+    """Found by search over sizes and places: crops of 52 x 44 pixels, one in each of n cells. They
+    are why the price is not below 2.2."""
+    boxes = [(i % 4 * CELL + 8, i // 4 * CELL + 12, i % 4 * CELL + 60, i // 4 * CELL + 56)
+             for i in range(n)]  # fmt: skip
+    assert blind_score(boxes) < 0 and (blind_score(boxes, lazy=2.1) > 0) == (n == 3)
+    assert blind_score(boxes, lazy=0.0) >= 0
+
+
+def test_the_targets_of_the_law_are_those_of_the_maps():
+    boxes = {square.box for seed in range(300) for square in drawn(seed)}
+    starts = {side: range(8, CELL - 4 - side + 1, 4) for side in SIDES}
+    assert {x1 - x0 for x0, _, x1, _ in boxes} == set(SIDES)
+    assert all(x0 % CELL in starts[x1 - x0] and y0 % CELL in starts[x1 - x0]
+               for x0, y0, x1, _ in boxes)  # fmt: skip
+
+
+def drawn(seed):
+    return draw_scene(random.Random(seed), shortcut=1.0).squares
 
 
 def test_the_same_crop_again_is_a_no_op(played):

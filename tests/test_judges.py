@@ -1,0 +1,124 @@
+"""python -m pytest tests/test_judges.py      about 5 s: judges that err, TAPO without its parts"""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import evaluate
+from beyond.judges import KINDS, PARTS, Greedy, Job, NoisyJudge, judge_jobs
+from data import Sample
+from kit.flags import parse
+from rewards import BoxJudge, Lambdas, crop, hand_made, judge_input, reward_named
+from sandbox import Observation
+from train import parse_config
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGE = Image.linear_gradient("L").convert("RGB")  # 256 x 256
+RED = Sample("s", IMAGE, "Which texture is on the red square ?", "x", boxes=((76, 76, 120, 120),))
+BLUE = replace(RED, question="Which texture is on the blue square ?")
+RIGHT, WRONG, WIDE, A1 = (64, 64, 128, 128), (128, 0, 192, 64), (0, 0, 192, 192), (0, 0, 64, 64)
+WHOLE = crop(RED, (0, 0, 256, 256), red_lines=["no_op"])
+TYPO = Observation(error="NameError", red_lines=["sandbox_error"])
+
+
+def said(judge, box, sample=RED):
+    return judge(*judge_input(sample, crop(sample, box)))
+
+
+def share_credited(judge, inside):
+    """The share of many crops that are all useful (`inside`), or all useless, that it credits."""
+    boxes = [(x, y, x + 60, y + 60) for x in range(60, 76) for y in range(60, 76)]
+    boxes = boxes if inside else [(x + 110, y, x1 + 110, y1) for x, y, x1, y1 in boxes]
+    assert {said(BoxJudge(), box) for box in boxes} == {float(inside)}
+    return sum(said(judge, box) > 0 for box in boxes) / len(boxes)
+
+
+@pytest.mark.parametrize("kind", ["crop", "call"])
+@pytest.mark.parametrize("miss, alarm", [(0, 0), (0.25, 0), (0, 0.5), (0.25, 0.5), (1, 1)])
+def test_a_judge_errs_as_often_as_it_is_told(kind, miss, alarm):
+    judge = NoisyJudge(BoxJudge(), miss, alarm, kind, random.Random(0))
+    assert share_credited(judge, inside=True) == pytest.approx(1 - miss, abs=0.08)
+    assert share_credited(judge, inside=False) == pytest.approx(alarm, abs=0.08)
+
+
+def test_an_error_by_crop_stays_and_one_by_call_does_not():
+    by_crop, by_call = (NoisyJudge(BoxJudge(), 0.5, 0.5, kind, random.Random(0))
+                        for kind in ("crop", "call"))  # fmt: skip
+    assert len({said(by_crop, RIGHT) for _ in range(40)}) == 1
+    assert len({said(by_call, RIGHT) for _ in range(40)}) == 2
+    other = replace(RED, image=Image.new("RGB", (256, 256)))
+    asked = [(s, box) for s in (RED, BLUE, other) for box in (RIGHT, WIDE, WRONG, A1)]
+    draws = [NoisyJudge.drawn(judge_input(s, crop(s, box))[0]) for s, box in asked]
+    assert len(set(draws)) == 12 and all(0 <= draw < 1 for draw in draws)  # of all that was shown
+
+
+def test_silence_and_turns_without_a_picture_are_left_alone():
+    always = NoisyJudge(lambda *asked: None, 1.0, 1.0)
+    assert said(always, RIGHT) is None
+    printed = judge_input(RED, Observation(text="x"))
+    assert NoisyJudge(BoxJudge(), 1.0, 1.0)(*printed) == 0.0
+
+
+@pytest.mark.parametrize(
+    "kind, box, sample, score",
+    [
+        ("size", WIDE, RED, 1.0),  # the exact judge: 0
+        ("size", WRONG, RED, 0.0),
+        ("size", (0, 0, 256, 256), RED, 0.0),
+        ("color", RIGHT, RED, 0.0),
+        ("color", RIGHT, BLUE, 1.0),
+        ("corner", A1, RED, 1.0),
+        ("corner", (0, 0, 63, 64), RED, 0.0),
+        ("corner", RIGHT, RED, 1.0),
+        ("corner", WRONG, RED, 0.0),
+    ],
+)
+def test_a_judge_with_a_system(kind, box, sample, score):
+    assert said(NoisyJudge(BoxJudge(), kind=kind), box, sample) == score
+
+
+def paid(name, *shown, answer="x"):
+    group = [hand_made(RED, *shown, answer=answer)]
+    return reward_named(f"beyond.judges.{name}")(group, BoxJudge(), Lambdas(), random.Random(0))[0]
+
+
+def test_an_error_is_a_reward_by_its_name():
+    right, wrong = crop(RED, RIGHT), crop(RED, WRONG)
+    assert paid("crop_0_0", right).total == 1.2 and paid("crop_100_0", right).scores < (0,)
+    assert paid("call_0_100", wrong).scores == (1.0,) and paid("color", right).scores < (0,)
+    assert paid("crop_0_100", wrong, answer="no").total == pytest.approx(0.2)
+    for name in ("crop_1", "crop_a_b", "blurred", "crop_1_2_3"):
+        with pytest.raises(ValueError, match="expected a reward"):
+            reward_named(f"beyond.judges.{name}")
+
+
+def test_tapo_without_one_of_its_parts():
+    right, wrong = crop(RED, RIGHT), crop(RED, WRONG)
+    assert paid("added", right, right).tools == 2.0
+    assert paid("unpunished", wrong, TYPO, WHOLE).tools == 0.0
+    assert paid("unpunished", right, TYPO).tools == 0.5
+    assert paid("whole", WHOLE).tools == 1.0 and paid("whole", right).tools == 1.0
+    assert paid("whole", right, WHOLE).tools == 0.0  # shown again, it is a red line
+    assert paid("whole", TYPO, WHOLE).tools == 0.0
+    assert paid("whole", wrong).tools < 0
+
+
+def test_every_job_is_a_command_and_the_controls_come_first(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    for seed in (0, 1, 2):
+        (tmp_path / f"sft-guessing-{seed}").mkdir()
+        (tmp_path / f"sft-guessing-{seed}" / "sft").symlink_to(ROOT / "tiny")
+    for quick in (True, False):
+        jobs = judge_jobs(quick)
+        assert len({job.name for job in jobs}) == len(jobs)
+        assert jobs[0] == Job("sft") and {job.start for job in jobs} <= {None, *jobs}
+        for job in jobs:
+            file, *argv = job.command(tmp_path)
+            if isinstance(job, Greedy):
+                assert file == "evaluate.py" and parse(evaluate.Options, argv).temperature is None
+            else:
+                assert file == "train.py" and parse_config(argv).out == f"{tmp_path / job.name}"
+    assert {job.reward.split(".")[-1].split("_")[0] for job in jobs} >= {*KINDS, *PARTS}
