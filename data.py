@@ -277,8 +277,8 @@ def out_of_prior_questions(n: int, seed: int | str) -> list[Sample]:
 
 # Demonstrations: what stage 1 imitates
 
-# How a demonstrator treats search questions: a mixed bag, like the agents of the paper's Fig. 2. Who
-# has not seen the target answers from the prior. A careless one slips: its likeliest look is beside.
+# How a demonstrator treats search questions: a mixed bag, like the agents of the paper's Fig. 2.
+# Who has not seen the target answers from the prior. A careless one slips: it looks just beside.
 LOOKS = {  # route: the places that it looks at, one a turn; "near" is drawn among the neighbours
     "right": ("target",), "again": ("target", "target"), "twice": ("near", "target"),
     "wrong": ("near",), "slip": ("beside",), "whole": ("whole",), "guess": (),
