@@ -54,7 +54,7 @@ from sft import TRAIN_ROUNDS, imitate, load_thyme, mean_logp, replay_all, rows_o
 SOURCES = ("paper", "notes", "verl", "thyme", "ours")  # of a default; see Config
 paper, notes, verl, thyme, ours = (partial(knob, source=name) for name in SOURCES)
 TRACKERS, FROZEN = ("none", "tensorboard", "wandb", "trackio"), ("none", "sft", "rl", "both")
-DOORS = {"--plan": "beyond.plan"}
+DOORS = {"--plan": "beyond.plan", "--simulate": "beyond.simulate"}
 THYME = "Kwai-Keye/Thyme-SFT:wo_thinking+2round"  # all but its rows on computation
 PUBLIC = dict(sft_data=THYME, rl_data="RenlyH/CodeV-RL-Data", save_every=20, keep=2)
 PUBLIC["sft_save_every"] = 500

@@ -3,7 +3,7 @@ plan.py: would it fit? Arithmetic from the model's config; no weight is loaded.
 
 Concept     Every number of stage 2 that takes memory is known before it starts: parameters, layers,
             slots and rows. Add them up for loading, acting and learning, and compare each with one
-            GPU. Stage 1 needs less: it has no reference and no cache.
+            GPU. Stage 1 needs less: it has no reference and no cache. simulate.py checks the sums.
 Paper       nothing: it names no machine
 In          the flags of train.py, and --plan 8x80: 8 GPUs of 80 GB
 Out         the sums, what to lower if they are too large; exit status 0 if it fits, else 2
@@ -51,6 +51,7 @@ class Planned(Config):
     """Load nothing: what the run would need on so many GPUs of so many GB, and whether it fits."""
 
     plan: str = knob("8x80", "GPUs, and GB of each", nargs="?", const="8x80", metavar="GPUSxGB")
+    simulate: str = knob("8x80", "the same, counted by torch", nargs="?", const="8x80")
 
 
 def geometry(name: str) -> Qwen2_5_VLConfig:

@@ -113,6 +113,21 @@ def tiny_policy(seed: int) -> Policy:
     return Policy(model, tokenizer, ImageProcessor(**how), TAGS)
 
 
+def random_policy(shape: Qwen2_5_VLConfig, device: str = "cpu") -> Policy:
+    """Real shapes and random weights. The tokenizer is the tiny one, whose few hundred tokens are
+    all it can say: sizes and speeds do not depend on which. Changes the ids of shape."""
+    tokenizer = tiny_tokenizer()
+    marks = dict(
+        image_token="image_pad", video_token="video_pad", vision_start_token="vision_start"
+    )
+    for name, mark in marks.items():
+        setattr(shape, f"{name}_id", tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
+    with torch.device(device):
+        model = Model._from_config(shape, attn_implementation="sdpa", dtype=torch.float32)
+    size = {"shortest_edge": 3136, "longest_edge": 3_211_264}
+    return Policy(model.eval(), tokenizer, ImageProcessor(patch_size=14, size=size), TAGS)
+
+
 # What tiny/ is pretrained on
 
 Pack = list[tuple[str | Image.Image, bool]]  # one lesson: texts and images; True: to be learnt

@@ -100,7 +100,7 @@ def level(policy: Policy, batches: list[list], blank_row: Callable[[Policy], obj
     return with_picture + [[blank]] * (max(gathered(len(batches))) - len(batches))
 
 
-AS_ON_A_GPU = False  # tests set this: a CPU then takes the way of a GPU
+AS_ON_A_GPU = False  # tests and beyond/simulate.py set this: a CPU then takes the way of a GPU
 
 
 def on_gpu(policy: Policy) -> bool:

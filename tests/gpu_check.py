@@ -1,12 +1,17 @@
-"""python tests/gpu_check.py      what only a GPU can tell, as one line of JSON; under 8 minutes, no
-downloads. Wants one GPU with at least 100 GB for the 7B part, which is else left out by name.
+"""python tests/gpu_check.py      what only a GPU can tell, as one line of JSON and a table for
+docs/lab.md; under 8 minutes, no downloads. Wants one GPU with at least 100 GB for the 7B part,
+which is else left out by name.
 
     toy         the command line of the toy, short, on CUDA
     equal       the learning policy and the actor that plays give the same log-probabilities, to
                 the last bit: fp32 weights fetched in bf16 against bf16 weights
     sandbox     programs run beside a CUDA context, and find no GPU of ours in their environment
-    rollout     Qwen2.5-VL-7B's geometry, random weights: 64 trajectories at 2,000 prompt tokens
-    learn       the same: one row of the default budget, forward and backward
+    rollout     Qwen2.5-VL-7B's geometry, random weights: 64 trajectories of two turns, 2,000 tokens
+                of prompt, a close-up of 1,000; plain, then read in parts, then with vision windows
+                of a length in one call
+    learn       the same: one row of the default budget, forward and backward; and the gap, how far
+                the sampler's log-probabilities are from the learner's
+    peak_gb     each time beside the plan's line (planned_gb)
 
     python tests/gpu_check.py --dry    every line of it, on a CPU and with the tiny network
 """
@@ -19,7 +24,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,14 +35,25 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from beyond.plan import QWEN_7B, geometry
-from beyond.tiny import tiny_policy, tiny_tokenizer
-from data import TAGS, Sample, toy_questions
+import benchmark
+
+import rollout
+from beyond.plan import QWEN_7B, geometry, needs
+from beyond.tiny import random_policy, tiny_policy
+from data import Sample, toy_questions
 from grpo import LogProbs, Objective, group_row, learn, log_probs
 from kit.processes import actor_of, shard, sync
-from kit.qwen import ImageProcessor, Model, Policy
+from kit.qwen import Policy
 from rollout import Rules, encode_prompt, play
-from sandbox import Sandbox
+from sandbox import Observation, Sandbox
+from train import PRESETS, Config
+
+# {what is tried: (rollout.READ, the tower's attention)}
+WAYS = {
+    "plain": (1 << 40, "sdpa"),
+    "in parts": (8192, "sdpa"),
+    "windows in one call": (8192, "flash_in_windows"),
+}
 
 TOY = ("--sft-steps 40 --sft-demos 200 --rl-steps 3 --eval-questions 16 --questions 4 "
        "--rollouts 4").split()  # fmt: skip
@@ -46,19 +64,12 @@ def on(device: str, policy: Policy) -> Policy:
     return policy
 
 
-def policy_7b(device: str) -> Policy:
-    """Real shapes and random weights. The tokenizer is the tiny one, whose few hundred tokens are
-    all it can say: sizes and speeds do not depend on which."""
-    tokenizer = tiny_tokenizer()
-    shape = geometry(QWEN_7B)
-    for name, token in (("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>"),
-                        ("vision_start_token_id", "<|vision_start|>")):  # fmt: skip
-        setattr(shape, name, tokenizer.convert_tokens_to_ids(token))
-    with torch.device(device):
-        model = Model._from_config(shape, attn_implementation="sdpa", dtype=torch.float32)
-    processor = ImageProcessor(patch_size=14, merge_size=2,
-                               size={"shortest_edge": 3136, "longest_edge": 3_211_264})  # fmt: skip
-    return Policy(model.eval(), tokenizer, processor, TAGS)
+def policy_of(device: str, big: bool) -> Policy:
+    """Every turn takes all its tokens: nothing depends on what random weights happen to say."""
+    policy = random_policy(geometry(QWEN_7B), device) if big else on(device, tiny_policy(0))
+    ends = [policy.end_id, *(i for t, i in policy.tokenizer.get_vocab().items() if ">" in t)]
+    policy.forbidden = sorted({*policy.forbidden, *ends})
+    return policy
 
 
 def question(policy: Policy, i: int, tokens: int) -> Sample:
@@ -69,13 +80,6 @@ def question(policy: Policy, i: int, tokens: int) -> Sample:
     missing = tokens - len(encode_prompt(policy, sample).ids)
     words = "".join(chr(ord("a") + (i + k) % 26) for k in range(max(missing, 0) + 1))
     return Sample(sample.id, sample.image, words, "")
-
-
-def never_ending(policy: Policy) -> Policy:
-    """Every turn takes all its tokens: nothing depends on what random weights happen to say."""
-    ends = [policy.end_id, *(i for t, i in policy.tokenizer.get_vocab().items() if ">" in t)]
-    policy.forbidden = sorted({*policy.forbidden, *ends})
-    return policy
 
 
 class Peak:
@@ -99,7 +103,7 @@ class Peak:
 def check_toy(device: str) -> dict:
     with tempfile.TemporaryDirectory() as folder, Peak() as peak:
         command = [sys.executable, "train.py", "--out", f"{folder}/run", *TOY]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"the toy failed on {device}:\n{done.stderr[-3000:]}")
         lines = Path(folder, "run", "log.jsonl").read_text().splitlines()
@@ -130,17 +134,40 @@ def check_sandbox(device: str) -> dict:
     return {"seconds": peak.seconds, "printed": seen.text}
 
 
-def check_rollout(actor: Policy, samples: list[Sample], new: int) -> tuple[dict, list]:
-    tally = Counter()
-    rules = Rules(turns=1, max_new_tokens=new, max_length=4096, patience=60)
-    with Peak() as peak:
-        groups = play(actor, samples, 8, rules, tally)
-    return {
-        "trajectories": sum(map(len, groups)), "prompt_tokens": groups[0][0].prompt,
-        "generated_tokens": tally["generated_tokens"], "seconds": peak.seconds,
-        "tokens_per_second": round(tally["generated_tokens"] / tally["decode_seconds"]),
-        "prefill_seconds": round(tally["prefill_seconds"], 2), "peak_gb": peak.gb,
-    }, groups  # fmt: skip
+def planned(model: torch.nn.Module, length: int = 1, rows: int = 1, row_tokens: int = 8192) -> dict:
+    """The plan's sums, GB, for one GPU: {what: GB}."""
+    slot = 4e-9 * model.config.text_config.num_hidden_layers * 512  # of the 7B, in bf16
+    sizes = dict(
+        max_length=length, kv_budget_gb=(rows + 0.5) * slot * length, row_tokens=row_tokens
+    )
+    sums = needs(replace(Config(**PRESETS["codev-7b"]), **sizes), model, 1, 141.0).sums
+    return {when: {what: gb for what, (gb, _) in items.items()} for when, items in sums.items()}
+
+
+def check_rollout(actor: Policy, samples: list[Sample], new: int, crop: int) -> tuple[dict, list]:
+    """Two turns; after the first all are shown a picture of crop x crop pixels. Each way once."""
+    found, shown = {}, Observation(images=[Image.effect_noise((crop, crop), 99).convert("RGB")])
+    shown.boxes, shown.sources = [None], ["show"]
+    tower = actor.model.model.visual.config
+    rules = Rules(turns=2, max_new_tokens=new, max_length=4096, patience=60)
+    for way, (read, windows) in WAYS.items():
+        tally, eyes = Counter(), type("Eyes", (benchmark.Eyes,), {"shown": shown})
+        tower._attn_implementation = windows
+        replaced = dict(READ=read, Sandbox=eyes, speak=benchmark.always_code)
+        with mock.patch.multiple(rollout, **replaced), Peak() as peak:
+            groups = play(actor, samples, 8, rules, tally)
+        flat = [t for group in groups for t in group]
+        found[way] = {
+            "trajectories": len(flat), "prompt_tokens": flat[0].prompt,
+            "generated_tokens": tally["generated_tokens"], "seconds": peak.seconds,
+            "tokens_per_second": round(tally["generated_tokens"] / tally["decode_seconds"]),
+            "read_seconds": round(tally["prefill_seconds"], 2), "peak_gb": peak.gb,
+        }  # fmt: skip
+    plan = planned(actor.model, max(len(t.ids) for t in flat), len(flat))
+    found["planned_gb"] = round(
+        3 * plan["always"]["actor"] + sum(plan["while acting"].values()), 1
+    )  # the policy in fp32, too
+    return found, groups
 
 
 def check_learn(policy: Policy, group: list, row_tokens: int) -> dict:
@@ -151,6 +178,8 @@ def check_learn(policy: Policy, group: list, row_tokens: int) -> dict:
     advantage = torch.linspace(-1, 1, len(group))[None]
     still = torch.optim.SGD(policy.model.parameters(), lr=0.0)  # no moments: one GPU, not eight
     seconds = []
+    plan = planned(policy.model, row_tokens=row_tokens)
+    line = sum(plan["while learning"].values()) - plan["while learning"]["end"]
     for _ in range(2):  # the first one warms up
         with Peak() as peak:
             objective = Objective(beta=0.0, row_tokens=row_tokens)
@@ -158,7 +187,20 @@ def check_learn(policy: Policy, group: list, row_tokens: int) -> dict:
         seconds.append(peak.seconds)
         still.zero_grad()
     slots = group[0].prompt + len(group) * branch
-    return {"slots": slots, "seconds": seconds, "peak_gb": peak.gb, "norm": report["grad_norm"]}
+    planned_gb = round(line - plan["while learning"]["logits"] + plan["always"]["weights"], 1)
+    found = {"slots": slots, "seconds": seconds, "peak_gb": peak.gb, "planned_gb": planned_gb}
+    return found | {name: report[name] for name in ("gap", "largest_gap", "grad_norm")}
+
+
+def markdown(found: dict) -> str:
+    """The rows for docs/lab.md: one for each number."""
+    flat = {}
+    for name, value in found.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        for key, x in inner.items():
+            for last, y in (x if isinstance(x, dict) else {"": x}).items():
+                flat[" ".join(filter(None, (name, key, last)))] = y
+    return "\n".join(["| measured | |", "|---|---|", *(f"| {k} | {v} |" for k, v in flat.items())])
 
 
 def main() -> None:
@@ -177,22 +219,22 @@ def main() -> None:
     if not dry and not big:
         found["7b"] = "left out: it wants a GPU with 100 GB"
     else:
-        policy = never_ending(policy_7b(device) if big else tiny_policy(0))
-        tokens, new, row_tokens = (2000, 256, 8192) if big else (100, 8, 400)
+        tokens, new, row_tokens, crop = (2000, 128, 8192, 880) if big else (100, 8, 400, 64)
+        policy = policy_of(device, big)
         samples = [question(policy, i, tokens) for i in range(8)]
         found["equal_7b"] = check_equal(policy, samples[0])
         policy.sharded = None
         del policy
         gc.collect()
-        policy = never_ending(policy_7b(device) if big else tiny_policy(0))
+        policy = policy_of(device, big)
         actor = actor_of(policy)
-        found["rollout"], groups = check_rollout(actor, samples, new)
+        found["rollout"], groups = check_rollout(actor, samples, new, crop)
         del actor
         gc.collect()
         shard(policy, LogProbs(policy))
         found["learn"] = check_learn(policy, groups[0], row_tokens)
     found["seconds"] = round(time.perf_counter() - began, 1)
-    print(json.dumps(found))
+    print(json.dumps(found), markdown(found), sep="\n\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 

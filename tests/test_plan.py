@@ -1,8 +1,10 @@
-"""python -m pytest tests/test_plan.py      about 10 s: would it fit?"""
+"""python -m pytest tests/test_plan.py      about 20 s: would it fit, and does torch count alike?"""
 
 import pytest
 
+import beyond.plan
 from beyond.plan import QWEN_3B, main
+from beyond.simulate import main as simulate
 
 NODES = [
     ("8x80", 0, ["8,292,166,656", "reference       4.1", "48 rows of 10240", "it fits"]),
@@ -25,3 +27,17 @@ def test_a_plan_says_what_fits_and_what_to_lower(node, code, words, capsys):
     assert stopped.value.code == code
     said = "".join(capsys.readouterr())
     assert all(word in said for word in words), said
+
+
+def test_torch_counts_what_the_plan_counts(monkeypatch, capsys):
+    """The 3B with two of its layers, on two GPUs: so few that it takes seconds."""
+    monkeypatch.setitem(beyond.plan.TEXT[QWEN_3B], "num_hidden_layers", 2)
+    flags = ["--preset", "codev-7b", "--model", QWEN_3B, "--row-tokens", "4096"]
+    with pytest.raises(SystemExit) as stopped:
+        simulate([*flags, "--kv-budget-gb", "2", "--simulate", "2x80"])
+    assert stopped.value.code in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    ratios = {line.split()[0]: float(line.split()[-1]) for line in lines[2:]}
+    exact = [ratios.pop(name) for name in ("weights", "optimiser", "gradients")]
+    assert exact == [1.0, 1.0, 1.0] and ratios.keys() == {"loading", "acting", "learning"}
+    assert all(0.8 < ratio < 1.25 for ratio in ratios.values()), ratios
