@@ -8,25 +8,24 @@ Paper       nothing: CodeV compares two judges by what they teach, but gives no 
 In          the folder of the study. An error has a name: `--reward beyond.judges.crop_25_50`
 Out         judges.json, judges.png, and tables in Markdown
 Left out    judges that err like a model: here they err by a hash, or by a rule that we made up
-Read next   study.py (which trains)
+Read next   study.py (which trains), docs/judge.md (what came out)
 """
 
 import hashlib
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from matplotlib.figure import Figure
 
-from beyond.study import (
-    CONTROLS,
-    Job,
-    control_jobs,
-    known,
-)
-from data import CELL
+from beyond.study import CONTROLS, HOME, NAMES, Job, known, markdown, run_all, told
+from data import CELL, SIZE
+from evaluate import COLORS, LABELS, MARKERS
 from kit.boxes import recall, share
+from kit.folder import read_json
 from rewards import BoxJudge, Group, GroupReward, Judge, JudgeRequest, Labels, Lambdas, Reward
 from rewards import tapo, tool_reward, turn_scores, weighted
 from rollout import Trajectory
@@ -148,40 +147,144 @@ class Greedy:
         return ["evaluate.py", *(str(word) for pair in flags.items() for word in pair)]
 
 
-PARTS_AWAY = {  # (reward, more flags)
-    "without the judge (`blind`)": ("blind", ()),
-    "without the mean (a sum over turns)": ("added", ()),
-    "without any punishment": ("unpunished", ()),
-    "without the price of lazy looks": ("tapo", ("--lazy", "0")),
-    "with the whole image paid": ("whole", ()),
-}
-RATES = (0, 25, 50)  # percent
+RATES = (0, 25, 50)  # percent of misses, and of false alarms
 NOISE = [f"crop_{miss}_{alarm}" for miss in RATES for alarm in RATES if miss + alarm]
-CALLS = ["call_25_25"]
-SYSTEM = ["size", "color", "corner"]
-WEIGHTS = ("0.1", "0.4")  # lambda_tool, beside the default
-LONGER = ("--rl-steps", "120")
-DIAL = ("--shortcut", "0.95")
-HABITS = ("careful", "eager")  # beside the default
+PLACES = ("tapo", "size", "whole", "color", "corner")  # who is asked where it looks
+PARTS_AWAY = {
+    "without the judge (`blind`)": ("blind",),
+    "without the mean (`added`: the sum over turns)": ("added",),
+    "without any punishment (`unpunished`)": ("unpunished",),
+    "without a price of lazy looks (`--lazy 0`)": ("tapo", "--lazy", "0"),
+    "with the whole image paid (`whole`)": ("whole",),
+}
+COLUMNS = ("faithful", "ood_accuracy", "ood_given_faithful", "tool_use", "accuracy", "crop_area",
+           "calls")  # fmt: skip
+Table = dict[str, list[Job]]  # name of a row: its runs, one for each seed
 
 
-def named(reward: str, more: tuple[str, ...] = ()) -> Job:
-    own = reward.split("_")[0] in {*PARTS, *KINDS}
-    return Job(f"beyond.judges.{reward}" if own else reward, more=more)
+def named(reward: str, *more: str, seeds: Sequence[int] = (0,)) -> list[Job]:
+    own = f"beyond.judges.{reward}" if reward.split("_")[0] in {*PARTS, *KINDS} else reward
+    return [Job(own, HOME, seed, more) for seed in seeds]
 
 
-def judge_jobs(quick: bool) -> list[Job | Greedy]:
-    """The controls first, then what is left of the study: one seed each."""
-    controls = control_jobs(quick)
-    greedy = [Greedy(job) for job in controls if job.reward != "random"]
+def study_tables(quick: bool) -> dict[str, Table]:
+    """Title -> table, the controls first. A run that stands in two of them is run once."""
+    asked, seeds = ("sft", *CONTROLS), (0,) if quick else (0, 1, 2)
+    found = {"The controls": {NAMES.get(r, "SFT"): named(r, seeds=seeds) for r in asked}}
     if quick:
-        return [*controls, *greedy, *map(named, ("crop_50_0", "crop_0_50"))]
-    rest = [*map(named, NOISE), *itertools.starmap(named, PARTS_AWAY.values())]
-    rest += map(named, SYSTEM + CALLS)
-    weighed = itertools.product(("tapo", "crop_25_25"), WEIGHTS)
-    rest += [named(reward, ("--lambda-tool", weight)) for reward, weight in weighed]
-    rest += [Job(reward, more=LONGER) for reward in CONTROLS[:2]]
-    for more in (DIAL, *(("--habit", habit) for habit in HABITS)):
-        rest += [Job(reward, more=more) for reward in CONTROLS[:-1]]
-    rest += [Job("sft", more=("--habit", habit)) for habit in HABITS]
-    return list(dict.fromkeys([*controls, *greedy, *rest]))
+        return found | {"Errors at random": {r: named(r) for r in ("crop_50_0", "crop_0_50")}}
+    longer, one = ("--rl-steps", "120"), {"TAPO": named("tapo")}
+    found["Twice the steps"] = {NAMES[r]: named(r, *longer, seeds=seeds) for r in CONTROLS[:2]}
+    for habit in ("careful", "eager"):
+        flags = "--habit", habit
+        found[f"A demonstrator that is {habit}"] = {
+            NAMES.get(r, "SFT"): named(r, *flags) for r in asked[:-1]
+        }
+    found["A surprise in twenty (`--shortcut 0.95`)"] = {
+        NAMES[r]: named(r, "--shortcut", "0.95") for r in CONTROLS[:-1]
+    }
+    found["TAPO without one of its parts"] = one | {n: named(*w) for n, w in PARTS_AWAY.items()}
+    found["Errors at random"] = one | {f"`{r}`": named(r) for r in (*NOISE, "call_25_25")}
+    found["Errors with a system"] = {f"`{r}`, {KINDS[r]}": named(r) for r in KINDS if r in PLACES}
+    weighed = itertools.product(("tapo", "crop_25_25"), ("0.1", "0.4"))
+    rows = {f"`{r}`, λ_tool {w}": named(r, "--lambda-tool", w) for r, w in weighed}
+    return found | {"Other weights of what programs showed": rows}
+
+
+def study_judges(study: Path, quick: bool) -> str:
+    """Writes judges.json and judges.png, and returns the tables."""
+    tables = study_tables(quick)
+    jobs = [job for table in tables.values() for row in table.values() for job in row]
+    greedy = [
+        Greedy(job) for title in [*tables][:3] for row in tables[title].values() for job in row
+    ]
+    starts = [job.start for job in jobs if job.start]
+    run_all([*dict.fromkeys([*starts, *jobs, *greedy])], study)
+    return shown(study, tables)
+
+
+def shown(study: Path, tables: dict[str, Table]) -> str:
+    """The tables in Markdown, with what has ended by now. What has not is an empty cell."""
+    head = ["", "seeds", *(LABELS.get(name, "read what it saw") for name in COLUMNS)]
+    head += ["greedily: faithful", "out-of-prior accuracy"]
+    parts, numbers = [], {}
+    for title, table in tables.items():
+        rows = []
+        for name, jobs in table.items():
+            ends = [m for job in jobs if (m := end_of(study, job))]
+            greedy = [m for job in jobs if (m := end_of(study, Greedy(job)))]
+            cells = [told([m[column] for m in ends], len(jobs) > 1) for column in COLUMNS]
+            cells += [told([m[column] for m in greedy], len(jobs) > 1) for column in COLUMNS[:2]]
+            rows.append([name, f"{len(ends)}", *cells])
+            numbers |= {job.name: end_of(study, job) for job in jobs}
+        parts.append(markdown(f"{title}:", head, rows))
+    (study / "judges.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+    draw_judges(numbers, study / "judges.png")
+    return "\n\n".join([*parts, over_time(study, tables["The controls"]), places(study)])
+
+
+def end_of(study: Path, job: Job | Greedy) -> dict:
+    """The metrics at the end of a job; {} if it has not ended."""
+    file = study / job.name / "summary.json"
+    return list(read_json(file)["stages"].values())[-1] if file.exists() else {}
+
+
+def over_time(study: Path, table: Table) -> str:
+    """Looked, or used? Both over the steps, from evaluations of every fourth question."""
+    rows = []
+    for name, jobs in table.items():
+        logs = [f for job in jobs if (f := study / job.name / "log.jsonl").exists()]
+        lines = [json.loads(line) for f in logs for line in f.read_text("utf-8").splitlines()]
+        own = [line for line in lines if line["stage"] == "evaluation"]
+        for step in sorted({line["step"] for line in own}):
+            at = [line for line in own if line["step"] == step]
+            rows.append([name, f"{step}", *(told([m[c] for m in at], True) for c in COLUMNS[:3])])
+    head = ["", "step", *(LABELS.get(name, "read what it saw") for name in COLUMNS[:3])]
+    return markdown("Looked, or used:", head, rows)
+
+
+def places(study: Path) -> str:
+    """What a systematic error teaches: where the policy looks at the end, on search questions."""
+    rows = []
+    for (job,) in map(named, PLACES):
+        if not end_of(study, job):
+            continue
+        found, boxes = {True: [], False: []}, []
+        for line in open(study / job.name / "trajectories.jsonl", encoding="utf-8"):
+            t = json.loads(line)
+            if t["sample"]["kind"] == "search":
+                found[COLOR in t["sample"]["question"].split()].append(t["look"] == "faithful")
+                seen = (step["observation"] for step in t["steps"] if step["observation"])
+                boxes += [box for one in seen for box in one["boxes"] if box]
+        corner = [recall(box, CORNER) == 1 and share(box, (SIZE, SIZE)) < 0.9 for box in boxes]
+        large = [share(box, (SIZE, SIZE)) > 0.9 for box in boxes]
+        numbers = (found[True], found[False], corner, large)
+        rows.append([job.reward.split(".")[-1], *(told(values) for values in numbers)])
+    head = ["judge", f"faithful on {COLOR}", "on other colours", "crops of a1", "whole images"]
+    return markdown("Where the policy looks:", head, rows)
+
+
+def draw_judges(numbers: dict[str, dict], path: Path) -> None:
+    """Faithful and out-of-prior accuracy over contrast, 1 - misses - false alarms, beside TAPO,
+    blind and SFT."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, column in zip(figure.subplots(1, 2, sharey=True), COLUMNS):
+        for name in ("crop_0_0", *NOISE, "call_25_25"):
+            kind, miss, alarm = name.split("_")
+            job = named("tapo" if name == "crop_0_0" else name)[0].name
+            if metrics := numbers.get(job):
+                x, y, n = (
+                    1 - (int(miss) + int(alarm)) / 100,
+                    metrics[column],
+                    RATES.index(int(alarm)),
+                )
+                fill = "none" if kind == "call" else "full"
+                axes.plot(x, y, MARKERS[n], color=COLORS[n], fillstyle=fill)
+                axes.annotate(f" {miss}, {alarm}", (x, y))
+        for reward, line in {"tapo": "-", "blind": "--", "sft": ":"}.items():
+            if metrics := numbers.get(f"{reward}-guessing-0"):
+                axes.axhline(metrics[column], color="#777777", linestyle=line, label=reward)
+        axes.set(xlabel="contrast (labels: misses, false alarms in %)", title=LABELS[column])
+        axes.grid(alpha=0.3)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=120)

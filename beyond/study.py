@@ -10,6 +10,7 @@ Left out    data sets other than the toy
 Read next   train.py (each run is one call of it), docs/results.md (what came out), judges.py
 """
 
+import importlib
 import itertools
 import json
 import os
@@ -53,7 +54,7 @@ PARTS = {"answer reward": "answer", "tool reward": "tools", "format reward": "fo
 class Options:
     """Train with every reward. A run that has ended stays: new code wants a new --out."""
 
-    study: str = knob("rewards", "what is varied", choices=("rewards",))
+    study: str = knob("rewards", "what is varied", choices=("rewards", "judges"))
     quick: bool = knob(False, "few rewards, one world, one seed")
     out: Path = knob(Path("runs/eval"), "folder of the study", metavar="DIR")
 
@@ -251,5 +252,7 @@ def main(argv: list[str]) -> None:
     options = parse(Options, argv)
     with refusals():
         options.out.mkdir(parents=True, exist_ok=True)
-        tables = study_rewards(options.out, options.quick)
+        judges = importlib.import_module("beyond.judges")  # it imports this file
+        study = judges.study_judges if options.study == "judges" else study_rewards
+        tables = study(options.out, options.quick)
     print(tables, "", options.out, sep="\n")

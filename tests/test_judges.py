@@ -1,5 +1,6 @@
 """python -m pytest tests/test_judges.py      about 5 s: judges that err, TAPO without its parts"""
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 from PIL import Image
 
 import evaluate
-from beyond.judges import KINDS, PARTS, Greedy, Job, NoisyJudge, judge_jobs
+import beyond.judges
+from beyond.judges import COLUMNS, KINDS, PARTS, Greedy, Job, NoisyJudge, named, shown, study_tables
 from data import Sample
 from kit.flags import parse
 from rewards import BoxJudge, Lambdas, crop, hand_made, judge_input, reward_named
@@ -106,19 +108,60 @@ def test_tapo_without_one_of_its_parts():
     assert paid("whole", wrong).tools < 0
 
 
-def test_every_job_is_a_command_and_the_controls_come_first(monkeypatch, tmp_path):
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_run_of_the_study_is_a_command_and_begins_after_its_start(
+    quick, monkeypatch, tmp_path
+):
+    asked = []
     monkeypatch.chdir(ROOT)
-    for seed in (0, 1, 2):
-        (tmp_path / f"sft-guessing-{seed}").mkdir()
-        (tmp_path / f"sft-guessing-{seed}" / "sft").symlink_to(ROOT / "tiny")
-    for quick in (True, False):
-        jobs = judge_jobs(quick)
-        assert len({job.name for job in jobs}) == len(jobs)
-        assert jobs[0] == Job("sft") and {job.start for job in jobs} <= {None, *jobs}
-        for job in jobs:
-            file, *argv = job.command(tmp_path)
-            if isinstance(job, Greedy):
-                assert file == "evaluate.py" and parse(evaluate.Options, argv).temperature is None
-            else:
-                assert file == "train.py" and parse_config(argv).out == f"{tmp_path / job.name}"
-    assert {job.reward.split(".")[-1].split("_")[0] for job in jobs} >= {*KINDS, *PARTS}
+    monkeypatch.setattr(beyond.judges, "run_all", lambda jobs, study: asked.extend(jobs))
+    text = beyond.judges.study_judges(tmp_path, quick)
+    assert "| **TAPO** | 0 |  |" in text  # nothing has ended: empty cells
+    assert len({job.name for job in asked}) == len(asked)
+    (tmp_path / "sft").symlink_to(ROOT / "tiny")
+    for job in asked:
+        assert job.start is None or asked.index(job.start) < asked.index(job)
+        (tmp_path / job.name).mkdir()
+        (tmp_path / job.name / "sft").symlink_to(ROOT / "tiny")
+        file, *argv = job.command(tmp_path)
+        if isinstance(job, Greedy):
+            assert file == "evaluate.py" and parse(evaluate.Options, argv).temperature is None
+        else:
+            assert file == "train.py" and parse_config(argv).out == f"{tmp_path / job.name}"
+    kinds = {job.reward.split(".")[-1].split("_")[0] for job in asked}
+    assert kinds >= ({"crop"} if quick else {*KINDS, *PARTS})
+
+
+def ended(study, job, **metrics):
+    own = dict.fromkeys(COLUMNS, 0.5) | metrics
+    (study / job.name).mkdir()
+    (study / job.name / "summary.json").write_text(json.dumps({"stages": {"rl": own}}))
+    lines = [{"stage": "rl", "step": 20}, {"stage": "evaluation", "step": 20} | own]
+    (study / job.name / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    looks = [("red", "faithful", A1), ("red", "no tool", None), ("blue", "faithful", WIDE)]
+    with open(study / job.name / "trajectories.jsonl", "w") as file:
+        for color, look, box in looks:
+            sample = {"kind": "search", "question": f"Which texture is on the {color} square ?"}
+            steps = [{"observation": box and {"boxes": [box, None]}}, {"observation": None}]
+            file.write(json.dumps({"sample": sample, "look": look, "steps": steps}) + "\n")
+
+
+def test_the_tables_and_the_figure_show_what_has_ended(tmp_path):
+    ended(tmp_path, Job("tapo"), faithful=0.7)
+    ended(tmp_path, Job("tapo", seed=1), faithful=0.6)
+    ended(tmp_path, Greedy(Job("tapo")), faithful=0.9)
+    ended(tmp_path, named("crop_50_0")[0], faithful=0.2, crop_area=None)
+    tables = study_tables(quick=False)
+    text = shown(tmp_path, tables).splitlines()
+    assert all(f"{title}:" in text for title in tables)
+    (line,) = (line for line in text if line.startswith("| **TAPO** | 2 |"))
+    assert "| 0.65 (0.60–0.70) | 0.50" in line
+    assert line.endswith(" | 0.90 (0.90–0.90) | 0.50 (0.50–0.50) |")
+    (line,) = (line for line in text if line.startswith("| `crop_50_0` | 1 | 0.20 |"))
+    assert line.endswith("|  | 0.50 |  |  |")
+    assert "| **TAPO** | 20 | 0.65 (0.60–0.70) | 0.50 (0.50–0.50) | 0.50 (0.50–0.50) |" in text
+    assert "| tapo | 0.50 | 1.00 | 1.00 | 0.00 |" in text
+    assert json.loads((tmp_path / "judges.json").read_text())["tapo-guessing-0"]["faithful"] == 0.7
+    drawn = Image.open(tmp_path / "judges.png").convert("RGB")
+    shades = {color for _, color in drawn.getcolors(1 << 24)}
+    assert tuple(bytes.fromhex(evaluate.COLORS[0][1:])) in shades
