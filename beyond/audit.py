@@ -128,8 +128,23 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge) -> str:
         f"UNUSABLE: {'; '.join(faults)}" if faults else "usable, as far as these go",
         f"{len(heard)} turns with crops, {len(real) - len(heard)} more without a verdict, by area",
         by_area(sorted(heard)),
+        where_it_stands(heard),
     ]
     return "\n\n".join(parts)
+
+
+def where_it_stands(verdicts: list[tuple[float, float, bool]]) -> str:
+    """The judge's misses and false alarms, as in the study of judges (beyond/judges.py)."""
+    miss, alarm = ([(score > 0) != seen for _, score, seen in verdicts if seen is there]
+                   for there in (True, False))  # fmt: skip
+    if not miss or not alarm:
+        return "its misses and false alarms: not known, for there is not one crop of each kind"
+    miss, alarm = fmean(miss), fmean(alarm)
+    return (
+        f"it misses {miss:.2f} of the evidence and credits {alarm:.2f} of what is none: a contrast "
+        f"of {1 - miss - alarm:.2f}. docs/judge.md has what a policy learns from such a judge, and "
+        "why a fault with a system is not seen in these two numbers: look at the table by area."
+    )
 
 
 def by_area(verdicts: list[tuple[float, float, bool]]) -> str:

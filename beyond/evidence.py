@@ -75,12 +75,16 @@ def without_tools(policy: Policy, played: Played, rules: Rules) -> Iterator[Traj
 
 def ablation(played: Iterable[Trajectory], direct: Iterable[Trajectory]) -> dict[str, Rate]:
     """Is the tool worth it? Search questions with tools, and without (`direct`, from
-    without_tools): how many are right, and how many only one way solves."""
-    names, units = ("with tools", "without tools", "solved only with", "solved only without"), []
+    without_tools): how many are right, and how many only one way solves: the tool's gain and its
+    harm. Then the same of the out-of-prior questions alone."""
+    names, units = ("with tools", "without tools", "tool gain", "tool harm"), []
     for t, d in zip(played, direct, strict=True):
         if t.sample.kind == "search":
             a, b = is_right(t), is_right(d)
-            units.append((dict(zip(names, (a, b, a > b, a < b))), question_of(t.sample)))
+            answers: Answers = dict(zip(names, (a, b, a > b, a < b)))
+            against = {f"{n}, out of prior": v if t.sample.against_prior else None
+                       for n, v in answers.items()}  # fmt: skip
+            units.append((answers | against, question_of(t.sample)))
     return means(units, DRAWS)
 
 

@@ -145,3 +145,12 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monke
     with pytest.raises(SystemExit):
         beyond.audit.main(["--audit", str(tmp_path / "missing.jsonl")])
     assert "missing.jsonl" in capsys.readouterr().err
+
+
+def test_misses_and_false_alarms_by_hand():
+    seen = [(0.1, score, True) for score in (1.0, 0.5, 1.0, 0.0)]
+    empty = [(0.1, score, False) for score in (0.0, 1.0)]
+    told = beyond.audit.where_it_stands(seen + empty)
+    assert told.startswith("it misses 0.25 of the evidence and credits 0.50 of what is none")
+    assert "contrast of 0.25." in told
+    assert "not known" in beyond.audit.where_it_stands(seen)

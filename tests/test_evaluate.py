@@ -757,7 +757,7 @@ def test_lies_and_ablations_are_printed_and_kept(policy, tmp_path, monkeypatch, 
     assert set(found["perturb"]["toy"]) == {"mask", "empty"}
     assert found["perturb"]["toy"]["mask"]["possible"]["denominator"] == 1  # one of two looked
     assert found["ablation"]["with tools"]["denominator"] == 2
-    for words in ("after a hit", "solved only with", "evidence value", "decorative crops"):
+    for words in ("after a hit", "tool gain", "evidence value", "decorative crops"):
         assert words in printed
 
 

@@ -81,11 +81,14 @@ def test_the_ablation_tells_what_only_tools_solve(policy):
     with speaking(reply):
         direct = list(without_tools(policy, trajectories, RULES))
     assert [d.answer for d in direct[:2]] == ["nothing"] * 2 and direct[2] is trajectories[2]
-    got = ablation(trajectories, direct)
-    assert {name: (r.numerator, r.denominator) for name, r in got.items()} == {
-        "with tools": (3, 3), "without tools": (1, 3), "solved only with": (2, 3),
-        "solved only without": (0, 3),
-    }  # fmt: skip
+    counts = {"with tools": 3, "without tools": 1, "tool gain": 2, "tool harm": 0}
+    for against in (False, True):
+        for t in trajectories:
+            t.sample = replace(t.sample, against_prior=against)
+        got = ablation(trajectories, direct)
+        assert {n: (r.numerator, r.denominator) for n, r in got.items()} == {
+            n: (k, 3) for n, k in counts.items()
+        } | {f"{n}, out of prior": (k * against, 3 * against) for n, k in counts.items()}
 
 
 def test_code_does_not_run_in_the_ablation_and_no_answer_is_none(policy, monkeypatch):
