@@ -134,8 +134,7 @@ class Greedy:
     does."""
 
     start: Job
-    reward: str = "greedy"
-    world: str = ""
+    world: str = ""  # its questions are no run's
 
     @property
     def name(self) -> str:
@@ -148,15 +147,8 @@ class Greedy:
 
 
 RATES = (0, 25, 50)  # percent of misses, and of false alarms
+SYSTEM = ("size", "color", "corner")
 NOISE = [f"crop_{miss}_{alarm}" for miss in RATES for alarm in RATES if miss + alarm]
-PLACES = ("tapo", "size", "whole", "color", "corner")  # who is asked where it looks
-PARTS_AWAY = {
-    "without the judge (`blind`)": ("blind",),
-    "without the mean (`added`: the sum over turns)": ("added",),
-    "without any punishment (`unpunished`)": ("unpunished",),
-    "without a price of lazy looks (`--lazy 0`)": ("tapo", "--lazy", "0"),
-    "with the whole image paid (`whole`)": ("whole",),
-}
 COLUMNS = ("faithful", "ood_accuracy", "ood_given_faithful", "tool_use", "accuracy", "crop_area",
            "calls")  # fmt: skip
 Table = dict[str, list[Job]]  # name of a row: its runs, one for each seed
@@ -173,19 +165,18 @@ def study_tables(quick: bool) -> dict[str, Table]:
     found = {"The controls": {NAMES.get(r, "SFT"): named(r, seeds=seeds) for r in asked}}
     if quick:
         return found | {"Errors at random": {r: named(r) for r in ("crop_50_0", "crop_0_50")}}
-    longer, one = ("--rl-steps", "120"), {"TAPO": named("tapo")}
+    one, longer = {"`tapo`": named("tapo")}, ("--rl-steps", "120")
     found["Twice the steps"] = {NAMES[r]: named(r, *longer, seeds=seeds) for r in CONTROLS[:2]}
-    for habit in ("careful", "eager"):
-        flags = "--habit", habit
-        found[f"A demonstrator that is {habit}"] = {
-            NAMES.get(r, "SFT"): named(r, *flags) for r in asked[:-1]
-        }
-    found["A surprise in twenty (`--shortcut 0.95`)"] = {
-        NAMES[r]: named(r, "--shortcut", "0.95") for r in CONTROLS[:-1]
-    }
-    found["TAPO without one of its parts"] = one | {n: named(*w) for n, w in PARTS_AWAY.items()}
+    for flag, value in (("--habit", "careful"), ("--habit", "eager"), ("--shortcut", "0.95")):
+        own = asked[flag == "--shortcut" : -1]  # SFT is the same in every world
+        rows = {NAMES.get(r, "SFT"): named(r, flag, value) for r in own}
+        found[f"`{flag} {value}`"] = rows
+    away = {f"`{r}`": named(r) for r in ("blind", *PARTS)}
+    found["TAPO without one of its parts"] = (
+        one | away | {"`--lazy 0`": named("tapo", "--lazy", "0")}
+    )
     found["Errors at random"] = one | {f"`{r}`": named(r) for r in (*NOISE, "call_25_25")}
-    found["Errors with a system"] = {f"`{r}`, {KINDS[r]}": named(r) for r in KINDS if r in PLACES}
+    found["Errors with a system"] = {f"`{r}`, {KINDS[r]}": named(r) for r in SYSTEM}
     weighed = itertools.product(("tapo", "crop_25_25"), ("0.1", "0.4"))
     rows = {f"`{r}`, λ_tool {w}": named(r, "--lambda-tool", w) for r, w in weighed}
     return found | {"Other weights of what programs showed": rows}
@@ -195,9 +186,8 @@ def study_judges(study: Path, quick: bool) -> str:
     """Writes judges.json and judges.png, and returns the tables."""
     tables = study_tables(quick)
     jobs = [job for table in tables.values() for row in table.values() for job in row]
-    greedy = [
-        Greedy(job) for title in [*tables][:3] for row in tables[title].values() for job in row
-    ]
+    few = [*tables.values()][:3]
+    greedy = [Greedy(job) for table in few for row in table.values() for job in row]
     starts = [job.start for job in jobs if job.start]
     run_all([*dict.fromkeys([*starts, *jobs, *greedy])], study)
     return shown(study, tables)
@@ -213,8 +203,8 @@ def shown(study: Path, tables: dict[str, Table]) -> str:
         for name, jobs in table.items():
             ends = [m for job in jobs if (m := end_of(study, job))]
             greedy = [m for job in jobs if (m := end_of(study, Greedy(job)))]
-            cells = [told([m[column] for m in ends], len(jobs) > 1) for column in COLUMNS]
-            cells += [told([m[column] for m in greedy], len(jobs) > 1) for column in COLUMNS[:2]]
+            asked = [(ends, c) for c in COLUMNS] + [(greedy, c) for c in COLUMNS[:2]]
+            cells = [told([m[c] for m in found], len(jobs) > 1) for found, c in asked]
             rows.append([name, f"{len(ends)}", *cells])
             numbers |= {job.name: end_of(study, job) for job in jobs}
         parts.append(markdown(f"{title}:", head, rows))
@@ -246,7 +236,7 @@ def over_time(study: Path, table: Table) -> str:
 def places(study: Path) -> str:
     """What a systematic error teaches: where the policy looks at the end, on search questions."""
     rows = []
-    for (job,) in map(named, PLACES):
+    for (job,) in map(named, ("tapo", "whole", *SYSTEM)):
         if not end_of(study, job):
             continue
         found, boxes = {True: [], False: []}, []
@@ -269,18 +259,16 @@ def draw_judges(numbers: dict[str, dict], path: Path) -> None:
     blind and SFT."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, column in zip(figure.subplots(1, 2, sharey=True), COLUMNS):
-        for name in ("crop_0_0", *NOISE, "call_25_25"):
+        for name in (*NOISE, "call_25_25"):
             kind, miss, alarm = name.split("_")
-            job = named("tapo" if name == "crop_0_0" else name)[0].name
-            if metrics := numbers.get(job):
-                x, y, n = (
-                    1 - (int(miss) + int(alarm)) / 100,
-                    metrics[column],
+            if metrics := numbers.get(named(name)[0].name):
+                n, at = (
                     RATES.index(int(alarm)),
+                    (1 - (int(miss) + int(alarm)) / 100, metrics[column]),
                 )
                 fill = "none" if kind == "call" else "full"
-                axes.plot(x, y, MARKERS[n], color=COLORS[n], fillstyle=fill)
-                axes.annotate(f" {miss}, {alarm}", (x, y))
+                axes.plot(*at, MARKERS[n], color=COLORS[n], fillstyle=fill)
+                axes.annotate(f" {miss}, {alarm}", at)
         for reward, line in {"tapo": "-", "blind": "--", "sft": ":"}.items():
             if metrics := numbers.get(f"{reward}-guessing-0"):
                 axes.axhline(metrics[column], color="#777777", linestyle=line, label=reward)

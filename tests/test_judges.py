@@ -128,7 +128,7 @@ def test_every_run_of_the_study_is_a_command_and_begins_after_its_start(
             assert file == "evaluate.py" and parse(evaluate.Options, argv).temperature is None
         else:
             assert file == "train.py" and parse_config(argv).out == f"{tmp_path / job.name}"
-    kinds = {job.reward.split(".")[-1].split("_")[0] for job in asked}
+    kinds = {job.name.split("-")[0].split("_")[0] for job in asked}
     assert kinds >= ({"crop"} if quick else {*KINDS, *PARTS})
 
 
