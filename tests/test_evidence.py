@@ -1,24 +1,42 @@
 """python -m pytest tests/test_evidence.py      about 8 s: two judges; what a call is worth"""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import PRINT, RULES, fresh_logits
 from hypothesis import given
 from hypothesis import strategies as st
+from test_faithfulness import (
+    AGAIN,
+    ASKED,
+    DIRECT,
+    GOOD,
+    GREEDY,
+    PRINTED,
+    SEARCH,
+    WRONG,
+    deaf,
+    played,
+    reads,
+    saying,
+    speaking,
+)  # fmt: skip
 
 import beyond.evidence
 from beyond.evidence import (
-    ablation, agreement, answer_log_probs, answer_now, evidence, without_tools,
+    ablation,
+    agreement,
+    answer_log_probs,
+    answer_now,
+    evidence,
+    without_tools,
 )  # fmt: skip
 from data import crop_turn
 from faithfulness import Rate, up_to
 from rewards import Reward, hand_made
 from rollout import encode_observation
 from sandbox import Observation
-from test_faithfulness import (
-    AGAIN, ASKED, DIRECT, GOOD, GREEDY, PRINTED, SEARCH, WRONG, deaf, played, reads, saying,
-    speaking,
-)  # fmt: skip
 
 # Two judges
 
