@@ -141,7 +141,7 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monke
     words = "--judge http://h/v1 --judge-model m --prompt evaluation".split()
     beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), *words])
     assert "UNUSABLE" in capsys.readouterr().out
-    assert asked == [("http://h/v1", "m", {"prompt": "evaluation"})]
+    assert asked == [("http://h/v1", "m", {"prompt": "evaluation", "max_tokens": 2048})]
     with pytest.raises(SystemExit):
         beyond.audit.main(["--audit", str(tmp_path / "missing.jsonl")])
     assert "missing.jsonl" in capsys.readouterr().err

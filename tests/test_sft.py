@@ -259,8 +259,6 @@ def test_thyme_rows_are_counted_listed_and_made_when_asked_for(policy, tmp_path,
     assert all(f"tokens, --max-length {limit}" in bad.reason for bad in skipped)
     with pytest.raises(ValueError, match="thyme_sft.jsonl: row 2, response: .* tokens"):
         load_thyme(policy, where, rules=replace(RULES, max_length=limit - 1), on_bad="stop")
-    with pytest.raises(ValueError, match="one of all, last_code_and_answer, after_last_obs, got"):
-        load_thyme(policy, where, "last")
 
     rows, made = rows_of(policy, trajectories)[2:6], []
     monkeypatch.setattr(sft, "group_row", lambda *of: made.append(1) or group_row(*of))
