@@ -57,7 +57,7 @@ def test_left_pad():
 
 
 @pytest.mark.parametrize(
-    "budget, parts", [(1, [[1], [2], [3]]), (3, [[1, 2], [3]]), (6, [[1, 2, 3]])]
+    "budget, parts", [(2, [[1], [2], [3]]), (3, [[1, 2], [3]]), (6, [[1, 2, 3]])]
 )
 def test_packed(budget, parts):
     assert [*packed([1, 2, 3], sum, budget)] == parts and not [*packed([], sum, budget)]

@@ -117,6 +117,16 @@ def test_what_code_printed_is_cut_behind_the_limit_and_told_so(log, limit):
     assert told == (whole if len(log) <= limit else log[:limit] + " ...")
 
 
+def test_foreign_text_is_cleaned_wherever_it_enters():
+    asked = Sample("x", PICTURE, "<forged>", "!", options=("<forged>",))
+    seen = Observation("<forged>", notes=["<forged>"], error="<forged>", environment="<forged>")
+    clean = lambda text: text.replace("<forged>", "clean")  # noqa: E731
+    texts = [part.get("text", "") for part in data.messages(asked, clean)[1]["content"]]
+    told = data.observation_text(seen, clean, 99)
+    assert "forged" not in "".join([*texts, told])
+    assert texts[1].count("clean") == 2 and told.count("clean") == 4
+
+
 def test_bad_arguments_say_what_was_expected():
     with pytest.raises(ValueError, match="between 0 and 1, got 1.5"):
         toy_questions(1, 0, shortcut=1.5)

@@ -639,7 +639,7 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
             "--shortcut: expected a finite number, least 0, most",
         ),
         (["--model", "m", "--avg-at", "0"], "--avg-at: expected a finite number, least 1; got 0"),
-        (["--model", "m", "--avg-at", "4", "--temperature", "0"], "K greedy plays are one play"),
+        (["--model", "m", "--avg-at", "2", "--temperature", "0"], "K greedy plays are one play"),
         (
             ["--model", "m", "--perturb", "mask,nois"],
             "perturbations are all, or some of identity, mask, noise",
