@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from kit import chat
-from kit.chat import Chat, json_object, picture_part, text_part
+from kit.chat import Chat, VerdictWatch, json_object, picture_part, text_part
 
 KEY = "sk-very-secret"
 
@@ -632,3 +632,33 @@ def test_a_reply_that_drips_for_ever_ends_with_our_patience():
             assert "no whole answer within 0.3 s" in judge.last_problem
         finally:
             over.set()
+
+
+# A judge that falls silent
+
+
+def heard(silent, of):
+    return [None] * silent + [1.0] * (of - silent)
+
+
+def test_a_rising_share_without_a_verdict_stops_the_run():
+    watch = VerdictWatch(most=0.2, steps=3)
+    for silent in (0, 1, 2, 3, 1):  # at most 6 of 30
+        watch(heard(silent, 10))
+    judge = Chat("http://h/v1", "m")
+    judge.last_problem = "status 503"
+    with pytest.raises(RuntimeError, match="7 of the last 30 .*status 503.*resume"):
+        watch(heard(3, 10), judge)
+
+
+def test_a_judge_that_is_silent_from_the_start_stops_the_first_step():
+    with pytest.raises(RuntimeError, match="10 of the last 10"):
+        VerdictWatch()(heard(10, 10))
+
+
+def test_old_steps_are_forgotten():
+    watch = VerdictWatch(most=0.2, steps=2)
+    for silent in (0, 0, 0, 0, 4):
+        watch(heard(silent, 10))
+    with pytest.raises(RuntimeError, match="5 of the last 20"):
+        watch(heard(1, 10))

@@ -13,7 +13,6 @@ from PIL import Image
 
 import rewards
 from data import Sample
-from kit.chat import VerdictWatch
 from rewards import (
     ChatJudge,
     Lambdas,
@@ -281,33 +280,3 @@ def test_open_answers_are_compared():
         sent = json.loads(judge.contents[0])
         assert sent == dict(zip(("question", "reference", "candidate"), texts))
     assert Judge({"reason": "r", "same": 1}).same_answer(*texts) is None  # no truth value
-
-
-# A judge that falls silent
-
-
-def heard(silent, of):
-    return [None] * silent + [1.0] * (of - silent)
-
-
-def test_a_rising_share_without_a_verdict_stops_the_run():
-    watch = VerdictWatch(most=0.2, steps=3)
-    for silent in (0, 1, 2, 3, 1):  # at most 6 of 30
-        watch(heard(silent, 10))
-    judge = ChatJudge("http://h/v1", "m")
-    judge.last_problem = "status 503"
-    with pytest.raises(RuntimeError, match="7 of the last 30 .*status 503.*resume"):
-        watch(heard(3, 10), judge)
-
-
-def test_a_judge_that_is_silent_from_the_start_stops_the_first_step():
-    with pytest.raises(RuntimeError, match="10 of the last 10"):
-        VerdictWatch()(heard(10, 10))
-
-
-def test_old_steps_are_forgotten():
-    watch = VerdictWatch(most=0.2, steps=2)
-    for silent in (0, 0, 0, 0, 4):
-        watch(heard(silent, 10))
-    with pytest.raises(RuntimeError, match="5 of the last 20"):
-        watch(heard(1, 10))
