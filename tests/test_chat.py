@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -654,6 +654,17 @@ def test_a_rising_share_without_a_verdict_stops_the_run():
 def test_a_judge_that_is_silent_from_the_start_stops_the_first_step():
     with pytest.raises(RuntimeError, match="10 of the last 10"):
         VerdictWatch()(heard(10, 10))
+
+
+def test_a_run_looks_back_three_steps_and_bears_a_fifth():
+    for silent in (6, 7):
+        watch = VerdictWatch()
+        for _ in range(3):
+            watch(heard(0, 10))
+        with (
+            nullcontext() if silent == 6 else pytest.raises(RuntimeError, match="7 of the last 30")
+        ):
+            watch(heard(silent, 10))
 
 
 def test_old_steps_are_forgotten():

@@ -28,6 +28,13 @@ def test_records_come_back_with_their_pictures(tmp_path):
     assert back.size == (8, 6) and back.tobytes() == red.tobytes()
 
 
+def test_pictures_of_equal_bytes_and_other_shapes_are_two(tmp_path):
+    shapes = [Image.new("RGB", (8, 6)), Image.new("RGB", (6, 8)), Image.new("L", (16, 9))]
+    write(tmp_path / "x.jsonl", ({"picture": image} for image in shapes))
+    back = [opened(tmp_path, record["picture"]) for record in Records(tmp_path / "x.jsonl")]
+    assert [(image.mode, image.size) for image in back] == [(i.mode, i.size) for i in shapes]
+
+
 def test_each_record_is_made_when_it_is_asked_for(tmp_path):
     made = []
     write(tmp_path / "x.jsonl", ({"i": i} for i in range(4)))

@@ -674,6 +674,7 @@ A = "image.crop((100, 100, 300, 300))"
         (["image.crop((0, 0, 800, 560)).show()"], []),  # 93 % of it
         ([f"{A}.show()", f"{A}.show()"], ["no_op"]),
         ([f"{A}.show()", f"{A}.resize((400, 400)).show()"], []),  # larger than before
+        ([f"{A}.show()", f"{A}.resize((400, 200)).show()"], []),  # twice as many pixels
         ([f"{A}.show()", f"{A}.resize((280, 280)).show()"], ["no_op"]),  # hardly
         ([f"{A}.show()", f"{A}.resize((100, 100)).show()"], ["no_op"]),
         ([f"{A}.resize((400, 400)).show()", f"{A}.show()"], ["no_op"]),
@@ -786,6 +787,7 @@ def test_the_scan_names_what_it_refuses(box, code, call):
 
 
 # ---- any code at all ---------------------------------------------------------------------------
+
 
 @settings(QUICK, max_examples=300)
 @given(code=mixed(CODE) | st.text(max_size=60))

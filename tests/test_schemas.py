@@ -8,7 +8,7 @@ import pytest
 from fixtures.make_fixtures import picture, png, rl_rows
 
 from kit.answers import is_correct
-from kit.schemas import KINDS, named, rl_fields
+from kit.schemas import KINDS, named, rl_fields, thyme_fields
 from kit.tables import Bad
 
 PICTURE = picture(0)[0]
@@ -30,6 +30,19 @@ SCHEMAS = {
         "How many?",
         "4",
     ),
+    "the last of several messages": (
+        FLAT
+        | {
+            "problem": None,
+            "messages": [
+                {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": "?"},
+                {"role": "user", "content": "How many?"},
+            ],
+        },
+        "How many?",
+        "4",
+    ),  # fmt: skip
     "options": (FLAT | {"answer": "b", "options": ["one", "two"]}, "How many?", "b"),
 }
 
@@ -84,6 +97,20 @@ def test_a_bad_row_names_its_field_and_the_reason(row, field, words, tmp_path):
     with pytest.raises(Bad, match=words) as bad:
         rl_fields(row, 0, tmp_path)
     assert bad.value.field == field
+
+
+def test_what_programs_showed_comes_back_in_its_order():
+    shown = [picture(k)[0] for k in range(4)]
+    row = {
+        "image": [png(image) for image in shown],
+        "question": "<image>How many?",
+        "response": "a<sandbox_output>1<image>2<image></sandbox_output>b"
+        "<sandbox_output><image></sandbox_output>c",
+    }
+    fields = thyme_fields(row, Path())
+    assert fields.turns == ["a", "b", "c"] and [text for text, _ in fields.outputs] == ["12", ""]
+    pictures = [fields.image, *(image for _, images in fields.outputs for image in images)]
+    assert [image.tobytes() for image in pictures] == [image.tobytes() for image in shown]
 
 
 def test_boxes_are_rounded_outwards_and_cut_at_the_border():
