@@ -407,7 +407,6 @@ def play_on(
             joining, waiting = [Player(t, sandbox_of(t)) for t in waiting[:room]], waiting[room:]
             playing += joining
             read(policy, joining, tally, alike=rollouts)
-            # Observe what those programs showed that have ended.
             # Observe what the programs showed that have ended.
             back = [player for player in playing if player.program and player.program.done()]
             for player in back:

@@ -56,8 +56,8 @@ paper, notes, verl, thyme, ours = (partial(knob, source=name) for name in SOURCE
 TRACKERS, FROZEN = ("none", "tensorboard", "wandb", "trackio"), ("none", "sft", "rl", "both")
 DOORS = {"--plan": "beyond.plan", "--simulate": "beyond.simulate"}
 THYME = "Kwai-Keye/Thyme-SFT:wo_thinking+2round"  # all but its rows on computation
-PUBLIC = dict(sft_data=THYME, rl_data="RenlyH/CodeV-RL-Data", save_every=20, keep=2)
-PUBLIC["sft_save_every"] = 500
+DATA = dict(sft_data=THYME, rl_data="RenlyH/CodeV-RL-Data")
+PUBLIC = DATA | dict(save_every=20, sft_save_every=500, keep=2)
 # A deviation, for one GPU. Schulman et al. ("LoRA Without Regret", 2025) found ten times the full
 # learning rate best, whatever the rank. Their service, Tinker, begins with rank 32.
 ADAPTER = PUBLIC | dict(lora_rank=32, sft_lr=1e-4, rl_lr=1e-5)

@@ -68,7 +68,7 @@ def serve(seconds: float) -> None:
         try:
             verdict = equal(*json.loads(line))
         except (ValueError, TypeError, ArithmeticError, RecursionError, NotImplementedError):
-            verdict = False  # one of the two is no formula, or has no value
+            verdict = False  # one of the two is no formula, or has no value that mpmath knows
         except MemoryError:
             verdict = False  # no memory holds its value
         signal.setitimer(signal.ITIMER_PROF, 0)
