@@ -19,7 +19,7 @@ Out         groups of Trajectories
 Left out    rewards (rewards.py); a decoding loop of our own (HF generate does it)
 Read next   rewards.py (what a trajectory earns), grpo.py (how it is learnt from)
 
-Shapes      B rows in play   L slots so far, padding included (see Batch)   P patches   V token ids
+Shapes      B rows in play   L slots so far, padding included   P patches   V token ids
 """
 
 from __future__ import annotations
