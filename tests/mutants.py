@@ -78,7 +78,7 @@ def run(mutant: Mutant, words: list[str]) -> str:
     """The test that noticed, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         copy, out = Path(folder) / "copy", Path(folder) / "out"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "build"))
         (copy / mutant.file).write_text(mutant.planted(), encoding="utf-8")
         if not (child := os.fork()):
             os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
