@@ -254,7 +254,8 @@ def is_edit(crop: Image.Image, shown: Image.Image) -> bool:
     true, seen = (np.asarray(i.reduce(factor), np.float32) for i in (crop, shown))
     if min(true.shape[:2]) < WINDOW:
         return False
-    gray, edited = true @ LUMA, seen @ LUMA
+    edited, grays = seen @ LUMA, (true @ LUMA, *np.moveaxis(true, 2, 0))  # or of one channel
+    gray = max(grays, key=lambda gray: correlation(tone(gray, edited), edited))
     toned = tone(gray, edited)
     if edited.std() < 1 or correlation(toned, edited) < LEAST_CORRELATION:
         return False

@@ -289,6 +289,18 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
         w.origins.made(result, image, step)
         return result
 
+    @instead_of(Image.Image, "transform")  # as a resize, which it is but for the filter
+    def _(old, image, size, method, data=None, *rest, **options):
+        result = old(image, size, method, data, *rest, **options)
+        if method == Image.AFFINE and data[1] == data[3] == 0:
+            (a, _, x, _, d, y), (wide, high) = data[:6], result.size
+            method, data = Image.EXTENT, (x, y, x + a * wide, y + d * high)
+        if method == Image.EXTENT:
+            resample = rest[0] if rest else options.get("resample", Image.NEAREST)
+            step = ["pil", *result.size, int(resample), *map(float, data), None]
+            w.origins.made(result, image, step)
+        return result
+
     @instead_of(Image.Image, "save")
     def _(old, image, file, format=None, **options):
         path = w.to_write(file, ".png")
@@ -369,6 +381,17 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
             factors = [float(named.get(name, 0)) for name in ("fx", "fy")]
             step = ["cv2", *size, *factors, int(named.get("interpolation", cv2.INTER_LINEAR))]
             w.origins.made(result, src, step)
+            return result
+
+        @instead_of(cv2, "warpAffine")  # as a resize, if it keeps rows and columns
+        def _(old, src, M, dsize, *rest, **options):
+            result = old(src, M, dsize, *rest, **options)
+            (a, b, x), (c, d, y) = np.asarray(M, float).tolist()
+            if b == c == 0 < min(a, d):
+                left, top = 0.5 - (x + 0.5) / a, 0.5 - (y + 0.5) / d  # from the middle of a pixel
+                box = left, top, left + dsize[0] / a, top + dsize[1] / d
+                step = ["pil", *map(int, dsize), int(Image.BILINEAR), *box, None]
+                w.origins.made(result, src, step)
             return result
 
         @instead_of(cv2, "imwrite")
