@@ -1,7 +1,7 @@
 """What all tests share: a tiny random policy, and a way to put words into its mouth."""
 
 import os
-import subprocess
+import runpy
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -45,7 +45,9 @@ def standin_folder(tmp_path_factory) -> Path:
     if not MAKE.exists():
         pytest.skip("no stand-in checkpoint beside the project")
     folder = tmp_path_factory.mktemp("standin")
-    subprocess.run([sys.executable, MAKE, folder], check=True, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.setattr(sys, "argv", ["", str(folder)])
+        runpy.run_path(str(MAKE), run_name="__main__")
     return folder
 
 

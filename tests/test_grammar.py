@@ -1,4 +1,6 @@
-"""python -m pytest tests/test_grammar.py      about 5 s: a turn ends where it is read to end"""
+"""python -m pytest tests/test_grammar.py      a turn ends where it is read to end"""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ from hypothesis import strategies as st
 
 import rollout
 from data import parse
-from kit.grammar import end_of_turn, ending, ending_tokens
+from kit.grammar import end_of_turn, ending, ending_tokens, endings
 from rewards import format_error
+from rollout import Rules
+from sandbox import Observation
 
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "code", "answer") for slash in ("", "/")]
 PYTHON = ["'", '"', "'''", '"""', "#", "\\", "\n", "x"]
@@ -27,34 +31,25 @@ def qwen(standin_folder):
 # --- the law -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=500)
-@given(texts, st.booleans(), st.booleans())
-@example("<code>print('a</code>\n'</code>", False, False)  # the new line says: no string
-@example("<think>I'd use <code> but it's no use</think><answer>red</answer>", False, False)
-@example("<think><code>print('</think>')\n</code> so </think>", False, False)
-def test_no_later_word_overturns_an_end(text, closed, thought):
+@settings(max_examples=200)
+@given(texts, texts, st.booleans(), st.booleans())
+@example("<code>print('a</code>\n'</code>", "", False, False)  # the new line says: no string
+@example("<think>I'd use <code> but it's no use</think><answer>red</answer>", "", False, False)
+@example("<think><code>print('</think>')\n</code> so </think>", "", False, False)
+def test_no_later_word_overturns_an_end(text, more, closed, thought):
     """Letter by letter: the first prefix that has ended reads as every longer one does."""
     read = [ending(text[:n], False, thought) for n in range(len(text) + 1)]
     ended = [one for one in read if one is not None]
     assert read == [None] * (len(read) - len(ended)) + ended[:1] * len(ended)
     if ended:
-        stop = len(text) - len(ended) + 1  # letters that a stop after each letter lets through
-        assert ended[0].end <= stop and text[stop - 1] in ">\n"
-        assert ending(text, closed, thought) == ended[0]
+        (end, *_), stop = ended, len(text) - len(ended) + 1  # letters that a stop lets through
+        assert end.end <= stop and text[stop - 1] in ">\n"
+        assert ending(text, closed, thought) == end
         # Only a quote that its line leaves open can put off the stop, to the end of that line.
-        assert ended[0].end == stop or text[stop - 1] == "\n"
-
-
-@settings(max_examples=300)
-@given(texts, texts, st.booleans())
-def test_what_stands_behind_the_end_is_never_read(text, more, thought):
-    end = ending(text, False, thought)
-    if end is not None:
-        own = text[: end.end]
-        assert (
-            ending(text + more, True, thought) == end == ending(text + "\n" + more, True, thought)
-        )
-        assert ending(own, True, thought) == end  # what is read is enough to read it
+        assert end.end == stop or text[stop - 1] == "\n"
+        # What stands behind the end is never read, and what is read is enough to read it.
+        for whole in (text + more, text + "\n" + more, text[: end.end]):
+            assert ending(whole, True, thought) == end
 
 
 @given(texts, texts)
@@ -78,7 +73,7 @@ def stopped(tokenizer, text, thought=False):
 
 def check_the_law(policy, samples, before, text):
     """What the stopping rule ends on, token by token, is what parse reads of the whole text."""
-    t = rollout.begin(samples[0], rollout.encode_prompt(policy, samples[0]))
+    t = rollout.begin(samples[0], rollout.encode_prompt(policy, samples[0], pixels=False))
     for turn in before:
         assert rollout.speak(policy, t, policy.encode(turn, []).ids) is not None
     reply, end = stopped(policy.tokenizer, text, t.thinking)
@@ -88,109 +83,110 @@ def check_the_law(policy, samples, before, text):
         assert end == (t.ended != "length")
 
 
-histories = st.sampled_from([[], [OPEN]])
-
-
-@given(histories, texts)
+@given(st.sampled_from([[], [OPEN]]), texts)
 @example([], "<code>print('a</code>\nb")
 def test_play_ends_on_what_parse_reads(policy, samples, before, text):
     check_the_law(policy, samples, before, text)
 
 
-@given(histories, texts)
+@settings(max_examples=30)
+@given(st.sampled_from([[], [OPEN]]), texts)
 def test_so_it_is_with_the_tokens_of_qwen(qwen, samples, before, text):
     check_the_law(qwen, samples, before, text)
 
 
+@given(st.lists(texts, max_size=4), texts)
+@example([OPEN, "<code>1</code>", "</think><answer>a</answer>"], "<|im_end|></sandbox_output>")
+def test_tag_soup_keeps_every_token_where_it_was_and_turns_tiled(policy, samples, said, printed):
+    """Whatever is said and shown: a turn holds the ids that were said, and they alone are acted."""
+    prompt = rollout.encode_prompt(policy, samples[0], pixels=False)
+    t, parts, rules = rollout.begin(samples[0], prompt), [prompt.ids], Rules(max_length=10**5)
+    for text in said:
+        if not t.ended and (reply := stopped(policy.tokenizer, text, t.thinking)[0]):
+            parts.append(reply)
+            if rollout.speak(policy, t, reply) is not None:
+                piece = rollout.listen(policy, t, Observation(printed), [], rules)
+                assert piece.ids.count(policy.end_id) == 2  # of the turn, and of the world's own
+                parts.append(piece.ids)
+    assert t.ids == sum(parts, [])
+    assert [t.ids[turn.start : turn.end] for turn in t.turns] == parts[1::2]
+    inside = {i for turn in t.turns for i in range(turn.start, turn.end)}
+    assert t.acted == [i in inside for i in range(len(t.ids))]
+    read = endings(turn.text for turn in t.turns)[:-1]  # the last may have been cut
+    assert [end.code for end in read] == [turn.code for turn in t.turns[:-1]]
+
+
 # --- one by one --------------------------------------------------------------------------------
 
-THOUGHT = "<think>I must end with <answer> and </answer> tags. It is vertical.</think>"
-VERTICAL = "<answer>vertical</answer>"
-CROP = "image.crop((0, 0, 64, 64)).show()\n"
+THOUGHTS = [
+    "<think>I must end with <answer> and </answer> tags. It is vertical.</think>",
+    "<think>maybe <answer>checker</answer> no</think>",
+    "<think>Code ends with </code>, an answer with </answer>.</think>",
+    "<think>I'd use <code> but it's plain.</think>",
+    "<think>Code goes from <code>\nto its end, so it's # the tag\n</think>",
+    "<think>A <think> in a <think>: <answer>A or B</answer></answer></think>",
+]
+LINES = [
+    "print('</answer>')",
+    "print('</code>')",
+    '"""\nends with </code>, it\'s said\n"""',
+    "print('it\\'s </code>')",
+    "# then <answer>B</answer>",
+    "# it's <answer>B</answer>, isn't it",
+    "print('<think>')",
+    "print(f'<code></code> {1}', r'\\d</answer>', b'</code>')",
+]
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        THOUGHT + VERTICAL,
-        "<think>maybe <answer>checker</answer> no</think>" + VERTICAL,
-        "<think>Code ends with </code>, an answer with </answer>.</think>" + VERTICAL,
-        "<think>I'd use <code> but it's plain.</think>" + VERTICAL,
-        "<think>Code goes from <code>\nto its end, so it's # the tag\n</think>" + VERTICAL,
-        "<think>A <think> in a <think>: <answer>A or B</answer></answer></think>" + VERTICAL,
-    ],
-)
-def test_the_words_of_a_closed_thought_are_no_answer(policy, samples, turn):
-    rules = rollout.Rules(**{**vars(RULES), "max_new_tokens": 256})
-    with scripted(policy, [[turn], [OPEN, turn.replace("<think>", "")]]):
-        (group,) = rollout.play(policy, samples[:1], 2, rules)
-    assert [t.answer for t in group] == ["vertical"] * 2  # also of a thought that spans two turns
-    assert parse(turn, closed=True) == parse(turn, closed=False) == (None, "vertical")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "print('</answer>')",
-        "print('</code>')",
-        '"""\nends with </code>, it\'s said\n"""',
-        "print('it\\'s </code>')",
-        "# then <answer>B</answer>",
-        "# it's <answer>B</answer>, isn't it",
-        "print('<think>')",
-        "print(f'<code></code> {1}', r'\\d</answer>', b'</code>')",
-    ],
-)
-def test_the_tags_in_strings_and_comments_of_code_end_nothing(policy, samples, line):
-    code = f"\n{line}\n{CROP}"
-    rules = rollout.Rules(**{**vars(RULES), "max_new_tokens": 192})
-    roles = [
-        [f"<code>{code}</code>", SHORT],
-        [f"<think>I look.<code>{code}</code>", "</think>" + SHORT],
-    ]
+def test_words_of_thoughts_and_of_strings_and_comments_in_code_end_nothing_in_play(policy, samples):
+    """Each alone, and each in a thought that spans two turns. They play side by side."""
+    answers = [thought + "<answer>vertical</answer>" for thought in THOUGHTS]
+    codes = [f"\n{line}\nimage.crop((0, 0, 64, 64)).show()\n" for line in LINES]
+    roles = [[turn] for turn in answers]
+    roles += [[OPEN, turn.replace("<think>", "")] for turn in answers]
+    roles += [[f"<code>{code}</code>", SHORT] for code in codes]
+    roles += [[f"<think>I look.<code>{code}</code>", "</think>" + SHORT] for code in codes]
     with scripted(policy, roles):
-        ((t, thinking),) = rollout.play(policy, samples[:1], 2, rules)
-    assert (t.turns[0].code, t.answer) == (code, "red") and len(t.images) == 2
-    assert thinking.turns[0].code == code and len(thinking.images) == 2
-    assert not format_error(t) and not format_error(thinking)
+        rules = replace(RULES, max_new_tokens=192)
+        (group,) = rollout.play(policy, samples[:1], len(roles), rules)
+    thought, acted = group[: 2 * len(THOUGHTS)], group[2 * len(THOUGHTS) :]
+    assert {t.answer for t in thought} == {"vertical"} and {t.answer for t in acted} == {"red"}
+    for turn in answers:
+        assert parse(turn, closed=True) == parse(turn, closed=False) == (None, "vertical")
+    assert [t.turns[0].code for t in acted] == codes * 2
+    assert not any(len(t.images) != 2 or format_error(t) for t in acted)
 
 
-@pytest.mark.parametrize(
-    "text, code, answer",
-    [
-        ("<think>a <code>1</code> b</think><answer>B</answer>", "1", None),  # decided at </code>
-        ("<answer><think>is it <answer>A</answer>?</think>B</answer>", None, "B"),
-        ("<code>x = 1  # one</code>", "x = 1  # one", None),
-        ("<code>print('a</code>\n", "print('a", None),  # it is run, and the policy reads why not
-        ("<code>print('a</code>", None, None),  # the string may go on
-        ("<think>a <answer>B</answer>", None, None),  # the thought may go on
-        ("<think>'a <code> b</think><answer>B</answer>", None, "B"),
-        ("<think><code>'a</think><answer>B</answer>", None, None),  # the string may go on
-        ("<think><code>'a</think><answer>B</answer>\n", None, "B"),
-        ("<think><code>'</think>'</code>", "'</think>'", None),
-        ("a</code><answer>B</answer>", None, None),
-        ("a</answer><answer>B</answer>", None, None),
-    ],
-)
+@pytest.mark.parametrize("text, code, answer", [
+    ("<think>a <code>1</code> b</think><answer>B</answer>", "1", None),  # decided at </code>
+    ("<answer><think>is it <answer>A</answer>?</think>B</answer>", None, "B"),
+    ("<code>x = 1  # one</code>", "x = 1  # one", None),
+    ("<code>print('a</code>\n", "print('a", None),  # it is run, and the policy reads why not
+    ("<code>print('a</code>", None, None),  # the string may go on
+    ("<think>a <answer>B</answer>", None, None),  # the thought may go on
+    ("<think>'a <code> b</think><answer>B</answer>", None, "B"),
+    ("<think><code>'a</think><answer>B</answer>", None, None),  # the string may go on
+    ("<think><code>'a</think><answer>B</answer>\n", None, "B"),
+    ("<think><code>'</think>'</code>", "'</think>'", None),
+    ("a</code><answer>B</answer>", None, None),
+    ("a</answer><answer>B</answer>", None, None),
+])  # fmt: skip
 def test_what_is_decided_and_what_is_still_open(text, code, answer):
     assert parse(text, closed=False) == (code, answer)
 
 
-@pytest.mark.parametrize(
-    "text, code, answer",
-    [
-        ("<think>a <answer>B</answer>", None, "B"),
-        ("<think>a <answer>A</answer>? no: <answer>B</answer> \n", None, "B"),
-        ("<think>maybe <answer>A</answer>, maybe not", None, None),  # words of a thought
-        ("<think>a</code> <answer>B</answer>", None, "B"),
-        ("<think>a <code>1", "1", None),
-        ("<code>print('a</code>", "print('a", None),  # the line ends with the message
-        ("<think><code>'a</think><answer>B</answer>", None, "B"),
-        ("<think>a</think><code>'''1", "'''1", None),
-        ("<think>a", None, None),
-        ("", None, None),
-    ],
-)
+@pytest.mark.parametrize("text, code, answer", [
+    ("<think>a <answer>B</answer>", None, "B"),
+    ("<think>a <answer>A</answer>? no: <answer>B</answer> \n", None, "B"),
+    ("<think>maybe <answer>A</answer>, maybe not", None, None),  # words of a thought
+    ("<think>a</code> <answer>B</answer>", None, "B"),
+    ("<think>a <code>1", "1", None),
+    ("<code>print('a</code>", "print('a", None),  # the line ends with the message
+    ("<think><code>'a</think><answer>B</answer>", None, "B"),
+    ("<think>a</think><code>'''1", "'''1", None),
+    ("<think>a", None, None),
+    ("", None, None),
+])  # fmt: skip
 def test_what_an_ended_message_is_forgiven(text, code, answer):
     assert ending(text, closed=True)[:2] == (code, answer)
 
@@ -200,9 +196,8 @@ def test_what_an_ended_message_is_forgiven(text, code, answer):
 
 def test_a_row_is_read_only_when_its_newest_token_may_end_it(qwen, monkeypatch):
     tokenizer, decode, read = qwen.tokenizer, qwen.tokenizer.decode, []
-    monkeypatch.setattr(
-        tokenizer, "decode", lambda ids, **how: read.append(1) or decode(ids, **how)
-    )
+    counting = lambda ids, **how: read.append(1) or decode(ids, **how)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "decode", counting)
     ids, end = stopped(tokenizer, "a longer thought without a line's end, of " * 9 + "</code>")
     assert end and len(read) == 1 and len(ids) > 80
     assert len(ending_tokens(tokenizer)) < 0.05 * len(tokenizer)

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_schemas.py      about 3 s: rows of public sets become fields"""
+"""python -m pytest tests/test_schemas.py      rows of public sets become fields"""
 
 import io
 import math
@@ -19,32 +19,19 @@ HALF_A_JPEG = file.getvalue()[:900]
 FLAT = {"image": {"bytes": PNG, "path": None}, "problem": "<image>How many?", "answer": 4}
 VERL = rl_rows()[0]
 PARTS = [{"type": "image", "text": None}, {"type": "text", "text": "How many?"}]
+TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "?"},
+        {"role": "user", "content": "How many?"}]  # fmt: skip
 SIGN = "What color is the small sign?\n(A) red\n(B) green"
 SCHEMAS = {
     "flat": (FLAT, "How many?", "4"),
-    "answer in tags": (FLAT | {"answer": "<answer> 4 </answer>"}, "How many?", "4"),
+    "answer in tags": (FLAT | {"answer": "so <answer> 4 </answer>"}, "How many?", "4"),
     "verl": (VERL, SIGN, "A"),
     "verl without extra_info": ({k: VERL[k] for k in VERL if k != "extra_info"}, SIGN, "A"),
     "prompt in parts": (
-        FLAT | {"problem": None, "prompt": [{"role": "user", "content": PARTS}]},
-        "How many?",
-        "4",
-    ),
-    "the last of several messages": (
-        FLAT
-        | {
-            "problem": None,
-            "messages": [
-                {"role": "user", "content": "Hello"},
-                {"role": "assistant", "content": "?"},
-                {"role": "user", "content": "How many?"},
-            ],
-        },
-        "How many?",
-        "4",
-    ),  # fmt: skip
+        FLAT | {"problem": None, "prompt": [{"role": "user", "content": PARTS}]}, "How many?", "4"),
+    "the last of several messages": (FLAT | {"problem": None, "messages": TALK}, "How many?", "4"),
     "options": (FLAT | {"answer": "b", "options": ["one", "two"]}, "How many?", "b"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
@@ -55,58 +42,46 @@ def test_public_schemas_differ_in_their_columns_alone(schema, tmp_path):
     assert fields["image"].tobytes() == PICTURE.tobytes()
 
 
-BAD = [
-    (FLAT | {"image": None}, "image", "nothing in images or image"),
-    (FLAT | {"image": {"bytes": HALF_A_JPEG}}, "image", "no image that can be read"),
-    (FLAT | {"image": [FLAT["image"]] * 2}, "image", "a list of 2"),
-    (FLAT | {"problem": " <image> "}, "question", "expected a text, got"),
-    (FLAT | {"problem": None, "prompt": [{"role": "system", "content": "x"}]}, "question", "text"),
-    (FLAT | {"answer": None}, "answer", "nothing in reward_model.ground_truth or answer"),
-    (FLAT | {"answer": ["4", "four"]}, "answer", "expected a text or a number, got"),
-    (FLAT | {"answer": "C", "options": ["one", "two"]}, "answer", "should name one of the options"),
-    (
-        FLAT | {"answer": "AC", "options": ["one", "two"]},
-        "answer",
-        "by letter or text, but is 'AC'",
-    ),
-    (FLAT | {"answer": "1" * 1001}, "answer", "right by its own rule"),
-    (FLAT | {"options": "(A) one"}, "options", "expected a list of texts, got '.A. one'"),
-    (FLAT | {"options": ["one", None]}, "options", "expected a list of texts"),
-    (FLAT | {"answer": "x", "options": ["x", "x"]}, "answer", "options that differ, got"),
-    (FLAT | {"answer": "A", "options": ["red", "red "]}, "answer", "options that differ, got"),
-    (
-        FLAT | {"answer": "a cat", "options": ["a  cat x", "the cat", "cat"]},
-        "answer",
-        "should name",
-    ),
-    (FLAT | {"boxes": [1, 2, 3, 4]}, "boxes", "x0, y0, x1, y1"),
-    (FLAT | {"boxes": [[1, 2, 3, math.nan]]}, "boxes", "holds NaN or infinity"),
-    (FLAT | {"boxes": [[1, 2, 3, math.inf]]}, "boxes", "holds NaN or infinity"),
-    (FLAT | {"boxes": [[1, 2, 3, "4"]]}, "boxes", "x0, y0, x1, y1"),
-    (FLAT | {"boxes": [[1, 2, 3, 4, 5]]}, "boxes", "x0, y0, x1, y1"),
-    (FLAT | {"boxes": [[1, 2, 3, 4], [9, 2, 3, 4]]}, "boxes", "no pixel of an image of 480x320"),
-    (FLAT | {"boxes": [[1, 2, 1, 4]]}, "boxes", "no pixel"),
-    (FLAT | {"boxes": [[480, 2, 500, 4]]}, "boxes", "no pixel"),
-    (FLAT | {"boxes": [[-9, -9, 0, 0]]}, "boxes", "no pixel"),
-    (FLAT | {"kind": "chart"}, "kind", "'search' or 'neutral', got 'chart'"),
+TWO = ["one", "two"]
+BAD = [  # what is changed in a flat row, the reason
+    (dict(image=None), "nothing in images or image"),
+    (dict(image={"bytes": HALF_A_JPEG}), "no image that can be read"),
+    (dict(image=[FLAT["image"]] * 2), "a list of 2"),
+    (dict(problem=" <image> "), "expected a text, got"),
+    (dict(problem=None, prompt=[{"role": "system", "content": "x"}]), "text"),
+    (dict(answer=None), "nothing in reward_model.ground_truth or answer"),
+    (dict(answer=["4", "four"]), "expected a text or a number, got"),
+    (dict(answer="C", options=TWO), "should name one of the options"),
+    (dict(answer="AC", options=TWO), "by letter or text, but is 'AC'"),
+    (dict(answer="a cat", options=["a  cat x", "the cat", "cat"]), "should name"),
+    (dict(answer="1" * 1001), "right by its own rule"),
+    (dict(answer="x", options=["x", "x"]), "options that differ, got"),
+    (dict(answer="A", options=["red", "red "]), "options that differ, got"),
+    (dict(options="(A) one"), "expected a list of texts, got '.A. one'"),
+    (dict(options=["one", None]), "expected a list of texts"),
+    (dict(boxes=[1, 2, 3, 4]), "x0, y0, x1, y1"),
+    (dict(boxes=[[1, 2, 3, "4"]]), "x0, y0, x1, y1"),
+    (dict(boxes=[[1, 2, 3, 4, 5]]), "x0, y0, x1, y1"),
+    (dict(boxes=[[1, 2, 3, math.nan]]), "holds NaN or infinity"),
+    (dict(boxes=[[1, 2, 3, math.inf]]), "holds NaN or infinity"),
+    (dict(boxes=[[1, 2, 3, 4], [9, 2, 3, 4]]), "no pixel of an image of 480x320"),
+    *((dict(boxes=[box]), "no pixel") for box in ([1, 2, 1, 4], [480, 2, 500, 4], [-9, -9, 0, 0])),
+    (dict(kind="chart"), "'search' or 'neutral', got 'chart'"),
 ]
 
 
-@pytest.mark.parametrize("row, field, words", BAD)
-def test_a_bad_row_names_its_field_and_the_reason(row, field, words, tmp_path):
+@pytest.mark.parametrize("change, words", BAD)
+def test_a_bad_row_names_its_field_and_the_reason(change, words, tmp_path):
     with pytest.raises(Bad, match=words) as bad:
-        rl_fields(row, 0, tmp_path)
-    assert bad.value.field == field
+        rl_fields(FLAT | change, 0, tmp_path)
+    assert bad.value.field == next(iter(change)).replace("problem", "question")
 
 
 def test_what_programs_showed_comes_back_in_its_order():
     shown = [picture(k)[0] for k in range(4)]
-    row = {
-        "image": [png(image) for image in shown],
-        "question": "<image>How many?",
-        "response": "a<sandbox_output>1<image>2<image></sandbox_output>b"
-        "<sandbox_output><image></sandbox_output>c",
-    }
+    said = ("a<sandbox_output>1<image>2<image></sandbox_output>b"
+            "<sandbox_output><image></sandbox_output>c")  # fmt: skip
+    row = {"image": [*map(png, shown)], "question": "<image>How many?", "response": said}
     fields = thyme_fields(row, Path())
     assert fields.turns == ["a", "b", "c"] and [text for text, _ in fields.outputs] == ["12", ""]
     pictures = [fields.image, *(image for _, images in fields.outputs for image in images)]
@@ -118,28 +93,22 @@ def test_boxes_are_rounded_outwards_and_cut_at_the_border():
     assert rl_fields(row, 0, Path())["boxes"] == ((1, 2, 3, 4), (0, 300, 480, 320))
 
 
-def test_options_may_differ_in_blanks_from_the_answer():
-    fields = rl_fields(FLAT | {"answer": "red", "options": ["red ", "green"]}, 0, Path())
-    assert is_correct("A", fields["answer"], fields["options"])
+@pytest.mark.parametrize("answer, options, right, wrong", [
+    ("A\nB", ["1", "2", "3"], "B, A", "A"),  # several options
+    ("8", ["6", "8", "8"], "C", "A"),  # one that stands there twice
+    ("red", ["red ", "green"], "A", "B"),  # blanks do not count
+])  # fmt: skip
+def test_a_reference_may_name_options_in_several_ways(answer, options, right, wrong):
+    fields = rl_fields(FLAT | {"answer": answer, "options": options}, 0, Path())
+    verdicts = [is_correct(x, fields["answer"], fields["options"]) for x in (right, wrong)]
+    assert verdicts == [True, False]
 
 
-def test_a_reference_may_name_several_options_or_one_that_stands_there_twice():
-    for answer, options, right in (("A\nB", ["1", "2", "3"], "B, A"), ("8", ["6", "8", "8"], "C")):
-        fields = rl_fields(FLAT | {"answer": answer, "options": options}, 0, Path())
-        assert is_correct(right, fields["answer"], fields["options"])
-        assert not is_correct("A", fields["answer"], fields["options"])
-
-
-SOURCES = [
-    ("vstar", "search", True),
-    ("chart", "search", True),
-    ("ArxivQA", "search", True),
-    ("thinklite_eureka", "neutral", True),
-    ("ThinkLite-VL/chart", "neutral", True),
-    ("Geometry3K", "neutral", True),
-    ("my photos", "search", False),
-    ("", "search", False),
-]
+SOURCES = [  # name of a source, kind, does a word of KINDS stand in it?
+    ("vstar", "search", True), ("chart", "search", True), ("ArxivQA", "search", True),
+    ("thinklite_eureka", "neutral", True), ("ThinkLite-VL/chart", "neutral", True),
+    ("Geometry3K", "neutral", True), ("my photos", "search", False), ("", "search", False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("source, kind, known", SOURCES)
