@@ -142,7 +142,7 @@ class Config:
     row_tokens: int = ours(8192, "most tokens in a row or micro-batch: sets memory", least=1)
     activation_checkpointing: bool = ours(True, "recompute activations: time for memory")
 
-    kv_budget_gb: float = ours(0.0, "GB for the KV cache; 0: 80 % of what is free", least=0)
+    kv_budget_gb: float = ours(0.0, "GB for the KV cache; 0: 70 % of what is free", least=0)
     patience: float = ours(1.0, "seconds for slow code; if none is late, a run repeats", least=0)
     sandboxes: int = ours(8, "programs that run at the same time, per process", least=1)
     sandbox_seconds: float = thyme(10.0, "wall-clock limit of one program", least=0.1)

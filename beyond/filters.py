@@ -63,7 +63,7 @@ class Options:
     judge_model: str = knob(None, "its model; the paper checks labels with Qwen2.5-VL-32B")
     judge_tokens: int = knob(2048, "most of its reply; a judge that thinks may need more", least=1)
     model: str = knob(None, "counts tokens, or plays; the paper: Qwen2.5-VL-7B-Instruct")
-    max_pixels: int = knob(None, "pixel budget of one image; none: the checkpoint's")
+    max_pixels: int = knob(Config.max_pixels, "pixels of an image, as train.py's; 0: the model's")
     max_length: int = knob(Config.max_length, "tokens of a whole trajectory, as train.py's")
     max_new_tokens: int = knob(1024, "tokens of one turn")
     turns: int = knob(5, "turns of one try; 1: without tools")
@@ -273,7 +273,7 @@ def describe(where: str, policy: Policy | None, rules: Rules) -> str:
         at = {"least": 0, "middle": len(values) // 2, "95 %": len(values) * 95 // 100, "most": -1}
         return ", ".join(f"{word} {values[i]}" for word, i in at.items()) if values else "none"
 
-    bad, lengths = usable.skipped, "give --model (and --max-pixels) to see lengths"
+    bad, lengths = usable.skipped, "give --model to see lengths"
     if policy:
         budget = policy.image_processor.size["longest_edge"]
         lengths = f"{spread(sorted(tokens))}; an image has at most {budget} pixels"
@@ -324,7 +324,7 @@ def run(options: Options) -> str:
     rules, policy, judge = shared(options, Rules), None, None
     if options.model:
         place = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-        policy = load_policy(options.model, place, options.max_pixels, weights=plays)
+        policy = load_policy(options.model, place, options.max_pixels or None, weights=plays)
         policy = actor_of(policy) if plays else policy  # on a GPU it plays in bf16
     if options.describe:
         return describe(where, policy, rules)

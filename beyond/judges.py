@@ -172,9 +172,8 @@ def study_tables(quick: bool) -> dict[str, Table]:
         rows = {NAMES.get(r, "SFT"): named(r, flag, value) for r in own}
         found[f"`{flag} {value}`"] = rows
     away = {f"`{r}`": named(r) for r in ("blind", *PARTS)}
-    found["TAPO without one of its parts"] = (
-        one | away | {"`--lazy 0`": named("tapo", "--lazy", "0")}
-    )
+    away["`--lazy 0`"] = named("tapo", "--lazy", "0")
+    found["TAPO without one of its parts"] = one | away
     found["Errors at random"] = one | {f"`{r}`": named(r) for r in (*NOISE, "call_25_25")}
     found["Errors with a system"] = {f"`{r}`, {KINDS[r]}": named(r) for r in SYSTEM}
     weighed = itertools.product(("tapo", "crop_25_25"), ("0.1", "0.4"))
@@ -260,12 +259,9 @@ def draw_judges(numbers: dict[str, dict], path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, column in zip(figure.subplots(1, 2, sharey=True), COLUMNS):
         for name in (*NOISE, "call_25_25"):
-            kind, miss, alarm = name.split("_")
+            kind, miss, alarm = [int(word) if word.isdigit() else word for word in name.split("_")]
             if metrics := numbers.get(named(name)[0].name):
-                n, at = (
-                    RATES.index(int(alarm)),
-                    (1 - (int(miss) + int(alarm)) / 100, metrics[column]),
-                )
+                n, at = RATES.index(alarm), (1 - (miss + alarm) / 100, metrics[column])
                 fill = "none" if kind == "call" else "full"
                 axes.plot(*at, MARKERS[n], color=COLORS[n], fillstyle=fill)
                 axes.annotate(f" {miss}, {alarm}", at)

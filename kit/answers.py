@@ -79,9 +79,8 @@ Reply with one JSON object, nothing else: {"reason": "<one sentence>", "same": t
 # Each expression reads one kind of thing in the table; CUE is all the text up to "answer is".
 CUE = re.compile(r".*\b(?:answer|option|choice)\b[\s*]*(?:is\b|[:：])[\s*:：]*", re.I | re.S)
 BOXED = re.compile(rf"\\f?boxed\s*\{{({GROUP})\}}")
-LETTER = re.compile(  # "B", "(B)", "B. red"
-    r"(?:(?:option|choice) )?[(\[{]* ?([a-z]) ?(?:$|[)\]}.:,]+ ?(.*))", re.I
-)
+# "B", "(B)", "B. red"
+LETTER = re.compile(r"(?:(?:option|choice) )?[(\[{]* ?([a-z]) ?(?:$|[)\]}.:,]+ ?(.*))", re.I)
 LETTERED = re.compile(r"\(?([A-Z])\)?(?:(?<=\)) ?(.+))?")  # a reference without options
 ANOTHER = re.compile(r"^\W*([A-Za-z])\W*$|\(([A-Za-z])\)|(?:\b(?:or|and)|[,/&]) ?([A-Z])\b")
 AND = re.compile(r"\s*[\n,;&，；、]\s*(?:and )?| and ")  # parts an answer that names several
@@ -254,9 +253,8 @@ PREFIXES = {"kilo": "k", "centi": "c", "milli": "m", "deci": "d", "mega": "M", "
             "micro": "μ", "nano": "n"}  # fmt: skip
 UNIT_OF = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
 NAMED = sorted(UNIT_OF, key=len, reverse=True)
-UNIT = re.compile(
-    rf"({'|'.join(PREFIXES)}|[kcmdMGμn])?({'|'.join(map(re.escape, NAMED))})(?:s|es)?"
-)
+PREFIX = rf"{'|'.join(PREFIXES)}|[kcmdMGμn]"
+UNIT = re.compile(rf"({PREFIX})?({'|'.join(map(re.escape, NAMED))})(?:s|es)?")
 FACTOR = re.compile(r" ?([*/]?) ?([^\W\d_]+|°[CF]?|[%$€£])\.?(?:\^?(-?\d))?")
 AMOUNTS = re.compile(  # what follows a number and is no unit: part of the number, or a letter
     rf"(?:hundred|thousand|.illion|dozen|lakh|crore|hal(?:f|ve)|third|quarter|\w+th|squared|cubed|"

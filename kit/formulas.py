@@ -71,8 +71,7 @@ MARKUP = {
     r"(?<![\\_^}\]√A-Za-z])\{([A-Za-z ]+)\}": r"\1",  # {\rm cm}
 }
 LAYOUT = {
-    "∛": "√[3]",
-    "∜": "√[4]",
+    **{"∛": "√[3]", "∜": "√[4]"},
     FORMS: lambda match: SIGN_OF[match[0] if match[0] in SIGN_OF else match[0].rstrip()],
     rf"(?i)(?:\\(?:var)?|(?<![A-Za-z\\]))({'|'.join(GREEK)})(?![A-Za-z])": (
         lambda match: (str.lower if match[1].islower() else str.upper)(GREEK[match[1].lower()])
@@ -148,17 +147,12 @@ BINARY = {  # how tightly a sign binds, and what it does; "" stands for no sign
     "": (4, operator.mul),
     "^": (6, operator.pow),
 }
-AFTER = {
-    "!": np.frompyfunc(mp.factorial, 1, 1),
-    "%": lambda x: x / 100,
-    "°": lambda x: x * mp.pi / 180,
-}
+AFTER = {"%": lambda x: x / 100, "°": lambda x: x * mp.pi / 180}
+AFTER["!"] = np.frompyfunc(mp.factorial, 1, 1)
 FUNCTIONS = {
     **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan")},
     **{name: getattr(mp, name) for name in "sinh cosh tanh sin cos tan cot sec csc exp".split()},
-    "ln": mp.log,
-    "lg": mp.log10,
-    "log": mp.log,
+    **{"ln": mp.log, "lg": mp.log10, "log": mp.log},
 }
 CONSTANTS = {"π": mp.pi, "e": mp.e, "i": mp.j, "∞": mp.inf}
 CLOSING = {"(": ")]", "[": ")]", "{": "}", "\\{": ("\\}",)}

@@ -383,17 +383,6 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
             w.origins.made(result, src, step)
             return result
 
-        @instead_of(cv2, "warpAffine")  # as a resize, if it keeps rows and columns
-        def _(old, src, M, dsize, *rest, **options):
-            result = old(src, M, dsize, *rest, **options)
-            (a, b, x), (c, d, y) = np.asarray(M, float).tolist()
-            if b == c == 0 < min(a, d):
-                left, top = 0.5 - (x + 0.5) / a, 0.5 - (y + 0.5) / d  # from the middle of a pixel
-                box = left, top, left + dsize[0] / a, top + dsize[1] / d
-                step = ["pil", *map(int, dsize), int(Image.BILINEAR), *box, None]
-                w.origins.made(result, src, step)
-            return result
-
         @instead_of(cv2, "imwrite")
         def _(old, file, pixels, *rest):
             path = w.to_write(file, ".png")

@@ -215,7 +215,8 @@ def command(*words) -> None:
 
 def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
     rows = [*rl_rows(), rl_rows()[0] | {"images": []}, rl_rows()[0] | {"data_source": "OK-VQA"}]
-    command("--describe", parquet(tmp_path / "a.parquet", rows), "--model", "tiny")
+    own = "--model", "tiny", "--max-pixels", 0  # its own
+    command("--describe", parquet(tmp_path / "a.parquet", rows), *own)
     told = capsys.readouterr().out
     assert "10 usable + 1 left out" in told and "row 9, image: nothing in images" in told
     assert "vstar (search): 3" in told and "OK-VQA (search, assumed, external knowledge): 1" in told
@@ -223,6 +224,7 @@ def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
     command("--describe", SFT, "--model", "tiny")
     told = capsys.readouterr().out
     assert "8 usable + 0 left out" in told and "programs  3 in a row: 2" in told
+    assert "at most 3211264 pixels" in told  # as the run
 
 
 def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
@@ -232,6 +234,7 @@ def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     address = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "fake")
     command("--check-labels", tmp_path / "1.parquet", *address, "--out", tmp_path / "2.parquet")
     short = ("--turns", 1, "--samples", 2, "--max-new-tokens", 4, "--max-length", 512)
+    short += ("--max-pixels", 0)
     where = ("--difficulty", tmp_path / "2.parquet", "--out", tmp_path / "3.parquet")
     command(*where, "--model", "tiny", *short)
     told = capsys.readouterr().out.splitlines()

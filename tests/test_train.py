@@ -258,7 +258,6 @@ STATED = [
     ("docs/choices.md", r"(\d) epochs, Thyme's recipe", (LAB.sft_epochs,)),
     ("docs/lab.md", r"begin with, `--row-tokens (\d+)`", (LAB.row_tokens,)),
     ("docs/lab.md", r"a rollout of (\S+) tokens", (LAB.max_length,)),
-    ("docs/lab.md", r"--max-pixels (\d+), the run's", (LAB.max_pixels,)),
 ]  # fmt: skip
 
 
