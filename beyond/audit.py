@@ -12,6 +12,7 @@ Read next   zoo.py (what the rewards pay for such tricks)
 """
 
 import math
+import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -31,10 +32,12 @@ from evaluate import read_trajectories
 from faithfulness import HALF
 from kit.boxes import Box, share
 from kit.flags import knob, parse, refusals
+from kit.folder import read_json
 from rewards import RUBRICS, BoxJudge, ChatJudge, Judge, crop, judge_input
 from rollout import Trajectory
 from sandbox import Observation
 
+STUDY = Path(__file__).parents[1] / "docs" / "judges.json"  # what `--study judges` found
 NOTHING = ("whole image", "answer written on it", "orders to the judge")  # worth 0 to any judge
 PIPE = {"tablefmt": "pipe", "stralign": "right", "colalign": ("left",), "disable_numparse": True}
 
@@ -140,10 +143,16 @@ def where_it_stands(verdicts: list[tuple[float, float, bool]]) -> str:
     if not miss or not alarm:
         return "its misses and false alarms: not known, for there is not one crop of each kind"
     miss, alarm = fmean(miss), fmean(alarm)
+    ends = {name.removesuffix("-guessing-0"): m["faithful"] for name, m in read_json(STUDY).items()}
+    noisy = ((name, re.fullmatch(r"crop_(\d+)_(\d+)", name)) for name in ends)
+    rates = {"tapo": (0, 0)} | {n: (int(m[1]) / 100, int(m[2]) / 100) for n, m in noisy if m}
+    near = min(rates, key=lambda name: math.dist(rates[name], (miss, alarm)))
     return (
         f"it misses {miss:.2f} of the evidence and credits {alarm:.2f} of what is none: a contrast "
-        f"of {1 - miss - alarm:.2f}. docs/judge.md has what a policy learns from such a judge, and "
-        "why a fault with a system is not seen in these two numbers: look at the table by area."
+        f"of {1 - miss - alarm:.2f}. In docs/judge.md TAPO goes from {ends['sft']:.2f} in faithful "
+        f"to {ends[near]:.2f} with the nearest judge ({near}), to {ends['tapo']:.2f} with an exact "
+        f"one, to {ends['blind']:.2f} with none. A fault with a system is not seen here, but in "
+        f"the tables: who pays for the whole image gets {ends['whole']:.2f}; the others cost less."
     )
 
 

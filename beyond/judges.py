@@ -200,12 +200,12 @@ def shown(study: Path, tables: dict[str, Table]) -> str:
     for title, table in tables.items():
         rows = []
         for name, jobs in table.items():
-            ends = [m for job in jobs if (m := end_of(study, job))]
-            greedy = [m for job in jobs if (m := end_of(study, Greedy(job)))]
+            both = jobs, [*map(Greedy, jobs)]
+            ends, greedy = ({j.name: m for j in each if (m := end_of(study, j))} for each in both)
             asked = [(ends, c) for c in COLUMNS] + [(greedy, c) for c in COLUMNS[:2]]
-            cells = [told([m[c] for m in found], len(jobs) > 1) for found, c in asked]
+            cells = [told([m[c] for m in of.values()], len(jobs) > 1) for of, c in asked]
             rows.append([name, f"{len(ends)}", *cells])
-            numbers |= {job.name: end_of(study, job) for job in jobs}
+            numbers |= {job: {c: m[c] for c in COLUMNS} for job, m in (ends | greedy).items()}
         parts.append(markdown(f"{title}:", head, rows))
     (study / "judges.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     draw_judges(numbers, study / "judges.png")

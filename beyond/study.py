@@ -231,8 +231,7 @@ def draw_study(runs: Sequence[dict], panels: dict[str, str], path: Path) -> None
     """The paper's Figs. 6, 9 and 10 in our metrics: a row for each world, a column for each number,
     a line for each reward: the mean of its seeds, with their range shaded."""
     worlds = list(dict.fromkeys(run["world"] for run in runs))
-    size = 3.2 * len(panels) + 1, 3 * len(worlds) + 0.6
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure((3.2 * len(panels) + 1, 3 * len(worlds) + 0.6), layout="constrained")
     places = figure.subplots(len(worlds), len(panels), squeeze=False, sharey="col")
     for row, world in zip(places, worlds):
         for axes, (label, name) in zip(row, panels.items()):

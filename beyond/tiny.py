@@ -117,11 +117,9 @@ def random_policy(shape: Qwen2_5_VLConfig, device: str = "cpu") -> Policy:
     """Real shapes and random weights. The tokenizer is the tiny one, whose few hundred tokens are
     all it can say: sizes and speeds do not depend on which. Changes the ids of shape."""
     tokenizer = tiny_tokenizer()
-    marks = dict(
-        image_token="image_pad", video_token="video_pad", vision_start_token="vision_start"
-    )
-    for name, mark in marks.items():
-        setattr(shape, f"{name}_id", tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
+    for mark in ("image_pad", "video_pad", "vision_start"):
+        name = f"{mark.removesuffix('_pad')}_token_id"
+        setattr(shape, name, tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
     with torch.device(device):
         model = Model._from_config(shape, attn_implementation="sdpa", dtype=torch.float32)
     size = {"shortest_edge": 3136, "longest_edge": 3_211_264}

@@ -42,7 +42,8 @@ THINNEST = 200  # the longer side by the shorter; servers of Qwen-VL refuse what
 # What servers say with status 400 of a parameter that they do not know.
 NO_PARAMETER = re.compile(r"unsupported|n.t support|not permitted|unrecogni[sz]ed|unknown", re.I)
 # All up to the end of the last thought; and a thought that does not end.
-THOUGHT = re.compile(r"(?is)^.*[<[◁]/think(ing)?[>\]▷]|[<[◁]think(ing)?[>\]▷].*")
+THINK, FINAL = r"think(ing)?[>\]▷]", r"<\|channel\|>final<\|message\|>"
+THOUGHT = re.compile(rf"(?is)^.*([<[◁]/{THINK}|{FINAL})|[<[◁]{THINK}.*|<\|channel\|>analysis.*")
 
 
 @dataclass(eq=False)

@@ -142,11 +142,9 @@ BINARY = {  # how tightly a sign binds, and what it does; "" stands for no sign
     ":": (2, partial(joined, ":")),
     "+": (3, lambda left, right: cleaned(left + right, left)),
     "-": (3, lambda left, right: cleaned(left - right, left)),
-    "*": (4, operator.mul),
-    "/": (4, operator.truediv),
-    "": (4, operator.mul),
-    "^": (6, operator.pow),
-}
+    **dict.fromkeys(("*", ""), (4, operator.mul)),
+    "/": (4, operator.truediv), "^": (6, operator.pow),
+}  # fmt: skip
 AFTER = {"%": lambda x: x / 100, "°": lambda x: x * mp.pi / 180}
 AFTER["!"] = np.frompyfunc(mp.factorial, 1, 1)
 FUNCTIONS = {

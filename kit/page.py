@@ -133,18 +133,14 @@ def sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-# Code as escaped HTML: each word in a span whose class page.html gives a colour to.
-python = partial(highlight, lexer=PythonLexer(), formatter=HtmlFormatter(nowrap=True))
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    autoescape=True,  # whatever a model or a data set wrote is text, never markup
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+LOADER = jinja2.FileSystemLoader(Path(__file__).parent)
+STRICT = dict(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+# Escaped: whatever a model or a data set wrote is text, never markup.
+TEMPLATES = jinja2.Environment(loader=LOADER, autoescape=True, **STRICT)
 # The two splits return a list: what a tag encloses, or a tag itself, stands at the odd places.
 TEMPLATES.filters |= {
-    "python": python,
+    # Code as escaped HTML: each word in a span whose class page.html gives a colour to.
+    "python": partial(highlight, lexer=PythonLexer(), formatter=HtmlFormatter(nowrap=True)),
     "sha256": sha256,
     "split_at_code": re.compile("<code>(.*?)(?:</code>|$)", re.DOTALL).split,
     "split_at_tags": re.compile("(</?(?:think|answer)>)").split,
