@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 # Read when transformers is imported.
@@ -15,6 +16,7 @@ os.environ.setdefault("HF_DATASETS_CACHE", tempfile.gettempdir() + "/codev-tests
 import pytest
 import torch
 from hypothesis import settings
+from PIL import Image
 from transformers import LogitsProcessor, LogitsProcessorList
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,8 +25,9 @@ import rollout
 from beyond.tiny import tiny_policy
 from data import Sample, toy_questions
 from kit.qwen import Policy
+from rewards import crop
 from rollout import Rules, Trajectory
-from sandbox import Limits
+from sandbox import Limits, Observation
 
 # The first torch call of a process takes seconds: a deadline would call that a failure. Each night
 # `python -m pytest --hypothesis-profile nightly` draws 500 new examples of every law.
@@ -134,6 +137,20 @@ def fresh_logits(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
             **policy.model_images(trajectory.images),
         ).logits[0]
 
+
+# A question of visual search, and what code may have shown of it.
+IMAGE = Image.linear_gradient("L").convert("RGB")  # 256 x 256: a row has one grey
+SEARCH = Sample(
+    "s1", IMAGE, "Which texture is on the red square ?", "checker", boxes=((76, 76, 120, 120),)
+)
+NEUTRAL = replace(SEARCH, id="n1", kind="neutral")
+GOOD, WIDE = crop(SEARCH, (64, 64, 128, 128)), crop(SEARCH, (64, 64, 192, 192))
+WRONG, FULL = crop(SEARCH, (0, 0, 64, 64)), crop(SEARCH, (0, 0, 256, 256))
+AGAIN = replace(GOOD, red_lines=["no_op"])  # as the sandbox marks a crop shown before
+TYPO = Observation(error="NameError: imag", red_lines=["sandbox_error"])
+OURS = Observation(error="the worker did not start", environment="the worker did not start")
+PRINTED = Observation(text="checker")
+DRAWN = Observation(images=[IMAGE], boxes=[None], sources=["show"])
 
 LOOK = "<think> I need a closer look .</think><code>\nimage.crop((64,128,128,192)).show()\n</code>"
 TWO = (
