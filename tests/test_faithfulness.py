@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_faithfulness.py      about 15 s: rates, and perturbed plays"""
+"""python -m pytest tests/test_faithfulness.py      rates, and perturbed plays"""
 
 import random
 from contextlib import contextmanager
@@ -7,38 +7,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ANSWER, LOOK, RULES, SHORT, fresh_logits, scripted
+from conftest import (
+    AGAIN, ANSWER, DRAWN, FULL, GOOD, LOOK, NEUTRAL, OURS, PRINTED, RULES, SEARCH, SHORT, TYPO,
+    WIDE, WRONG, fresh_logits, scripted,
+)  # fmt: skip
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 import faithfulness
 import rollout
 from beyond.evidence import perturb_table
-from data import CELL, Sample, crop_turn, toy_questions
+from data import CELL, crop_turn, toy_questions
 from faithfulness import (
-    Finding, Rate, answers, count, cross_table, finding, kinds_of, listing, means, perturb,
+    Finding, Rate, answers, changes, count, cross_table, finding, kinds_of, listing, means, perturb,
     perturbed, play_perturbed, question_of, rates, tool_use, up_to,
 )  # fmt: skip
 from kit.perturbations import PERTURBATIONS
 from rewards import BoxJudge, Lambdas, Reward, accuracy, crop, hand_made, tapo
 from rollout import Rules, Trajectory, Turn, encode_observation, play
 from sandbox import Observation
-
-IMAGE = Image.new("RGB", (256, 256))
-SEARCH = Sample(
-    "s1", IMAGE, "Which texture is on the red square ?", "checker", boxes=((76, 76, 120, 120),)
-)
-NEUTRAL = replace(SEARCH, id="n1", kind="neutral")
-GOOD, WIDE, WRONG, FULL = (
-    crop(SEARCH, box)
-    for box in ((64, 64, 128, 128), (64, 64, 192, 192), (0, 0, 64, 64), (0, 0, 256, 256))
-)
-AGAIN = crop(SEARCH, (64, 64, 128, 128), red_lines=["no_op"])
-TYPO = Observation(error="NameError: imag", red_lines=["sandbox_error"])
-OURS = Observation(error="no worker", environment="no worker")
-PRINTED = Observation(text="checker")
-DRAWN = Observation(images=[IMAGE], boxes=[None], sources=["show"])
 
 
 def scored(trajectories):
@@ -55,41 +42,27 @@ def made(*scores, correct=True, search=True, recalls=()) -> Finding:
     return Finding(search, correct, scores, len(scores), 0, (0.1,) * len(scores), recalls)
 
 
-# Rates
-
-
-def test_a_rate_of_nothing_is_none_and_prints():
-    assert Rate(3, 4).value == 0.75 and str(Rate(3, 4)) == "0.750 (3/4)"
-    assert Rate(0, 0).value is None and str(Rate(0, 0)) == "none (0/0)"
-    assert listing(tool_use([])) == ""
-
-
 # One trajectory
 
 
-@pytest.mark.parametrize(
-    "seen, scores, look",
-    [
-        ((), (), "no tool"),
-        ((PRINTED,), (), "no tool"),  # a tool was used, but nothing was shown
-        ((TYPO,), (), "no tool"),
-        ((OURS,), (), "no tool"),
-        ((GOOD,), (1.0,), "faithful"),
-        ((WIDE,), (0.5,), "unfaithful"),  # half a score is not faithful
-        ((WRONG,), (-2.5 / 16,), "unfaithful"),
-        ((FULL,), (-1.0,), "unfaithful"),
-        ((DRAWN,), (0.0,), "unfaithful"),
-        ((PRINTED, WRONG, GOOD), (-2.5 / 16, 1.0), "faithful"),
-        ((GOOD, AGAIN), (1.0, -1.0), "faithful"),
-    ],
-)
+@pytest.mark.parametrize("seen, scores, look", [
+    ((), (), "no tool"),
+    ((PRINTED,), (), "no tool"),  # a tool was used, but nothing was shown
+    ((TYPO,), (), "no tool"),
+    ((OURS,), (), "no tool"),
+    ((GOOD,), (1.0,), "faithful"),
+    ((WIDE,), (0.5,), "unfaithful"),  # half a score is not faithful, and two halves are none
+    ((WIDE, crop(SEARCH, (60, 60, 188, 188))), (0.5, 0.5), "unfaithful"),
+    ((WRONG,), (-2.5 / 16,), "unfaithful"),
+    ((FULL,), (-1.0,), "unfaithful"),
+    ((DRAWN,), (0.0,), "unfaithful"),
+    ((PRINTED, WRONG, GOOD), (-2.5 / 16, 1.0), "faithful"),  # one hit is enough
+    ((GOOD, WIDE, AGAIN), (1.0, 0.5, -1.0), "faithful"),
+])  # fmt: skip
 def test_each_trajectory_falls_into_one_of_three_classes(seen, scores, look):
-    f = found(*seen)
-    assert f.scores == scores and f.calls == len(seen)
-    counts = count([f])
-    assert [counts[name].value for name in ("faithful", "unfaithful", "no_tool")] == [
-        float(look == name) for name in ("faithful", "unfaithful", "no tool")
-    ]
+    f, classes = found(*seen), ("faithful", "unfaithful", "no_tool")
+    assert (f.scores, f.calls, f.look) == (scores, len(seen), look)
+    assert [name for name in classes if count([f])[name].value] == [look.replace(" ", "_")]
 
 
 def test_calls_that_failed_by_our_fault_are_no_errors():
@@ -110,25 +83,6 @@ def test_rewards_without_step_scores_are_refused():
         rates([trajectory], [reward])
 
 
-# Several pictures
-
-
-@pytest.mark.parametrize(
-    "scores, look",
-    [
-        ((1.0,), "faithful"),
-        ((0.5,), "unfaithful"),
-        ((0.0, 1.0), "faithful"),
-        ((1.0, 0.0), "faithful"),
-        ((1.0, 0.5, -1.0, 1.0), "faithful"),
-        ((0.5, 0.5), "unfaithful"),
-        ((), "no tool"),
-    ],
-)
-def test_one_hit_among_several_pictures_is_enough(scores, look):
-    assert made(*scores).look == look
-
-
 # Counts
 
 
@@ -140,62 +94,50 @@ def cells(findings):
     return [float(cell) for row in rows for cell in row.split()[1:]]
 
 
-# Ten questions, eight of them search questions, counted by hand below.
-TEN = [
-    found(WRONG, GOOD),  # right, faithful
-    found(GOOD),  # right, faithful
-    found(GOOD, answer="diagonal"),  # wrong, faithful
-    found(FULL),  # right, unfaithful
-    found(WIDE, answer="diagonal"),  # wrong, unfaithful
-    found(),  # right, no tool
-    found(TYPO),  # right, no tool
-    found(answer=None),  # ran out of turns, no tool
-    found(sample=NEUTRAL),  # right
-    found(GOOD, sample=NEUTRAL, answer="diagonal"),  # wrong; a crop there is no search
-]
-
-
 def test_ten_questions_by_hand():
-    got = {name: (rate.numerator, rate.denominator) for name, rate in count(TEN).items()}
+    """Eight of them are search questions."""
+    ten = [
+        found(WRONG, GOOD),  # right, faithful
+        found(GOOD),  # right, faithful
+        found(GOOD, answer="diagonal"),  # wrong, faithful
+        found(FULL),  # right, unfaithful
+        found(WIDE, answer="diagonal"),  # wrong, unfaithful
+        found(),  # right, no tool
+        found(TYPO),  # right, no tool
+        found(answer=None),  # ran out of turns, no tool
+        found(sample=NEUTRAL),  # right
+        found(GOOD, sample=NEUTRAL, answer="diagonal"),  # wrong; a crop there is no search
+    ]
     area = (4096 * 4 + 65536 + 16384) / 65536  # four cells, the whole image, a crop of four cells
+    got = {name: (rate.numerator, rate.denominator) for name, rate in count(ten).items()}
     assert got == {
-        "accuracy": (6, 10),
-        "search_accuracy": (5, 8),
-        "direct_accuracy": (1, 2),
-        "tool_use": (6, 8),
-        "faithful": (3, 8),
-        "unfaithful": (2, 8),
-        "no_tool": (3, 8),
-        "faithful_and_correct": (2, 8),
-        "faithful_given_correct": (2, 5),
-        "unfaithful_given_correct": (1, 5),
-        "no_tool_given_correct": (2, 5),
-        "faithful_given_correct_and_shown": (2, 3),
-        "faithful_per_call": (3, 6),
+        "accuracy": (6, 10), "search_accuracy": (5, 8), "direct_accuracy": (1, 2),
+        "tool_use": (6, 8), "faithful": (3, 8), "unfaithful": (2, 8), "no_tool": (3, 8),
+        "faithful_and_correct": (2, 8), "faithful_given_correct": (2, 5),
+        "unfaithful_given_correct": (1, 5), "no_tool_given_correct": (2, 5),
+        "faithful_given_correct_and_shown": (2, 3), "faithful_per_call": (3, 6),
         "accuracy_given_faithful": (2, 3),
-        "box_any_50": (4, 8),  # the crop of four cells shows the target too
-        "box_all_50": (4, 8),
-        "box_any_80": (4, 8),
-        "box_all_80": (4, 8),
+        "box_any_50": (4, 8), "box_all_50": (4, 8),  # the crop of four cells shows the target too
+        "box_any_80": (4, 8), "box_all_80": (4, 8),
         "focus": (3 * 44**2 / 64**2 + 44**2 / 128**2, 4),  # the whole image is no proper crop
-        "crop_area": (area, 6),
-        "calls": (8, 10),
-        "error_rate": (1, 10),
-        "no_verdict": (0, 8),
-    }
-    assert cells(TEN) == [2, 3, 1, 2]
+        "crop_area": (area, 6), "calls": (8, 10), "error_rate": (1, 10), "no_verdict": (0, 8),
+    }  # fmt: skip
+    assert cells(ten) == [2, 3, 1, 2]
 
 
 def test_boxes_are_hit_by_half_or_by_four_fifths_and_one_or_all():
     """Two targets. Recall by hand: the first in full, the second 25 of 40 columns, 0.625."""
     sample = replace(SEARCH, boxes=((10, 10, 50, 50), (100, 100, 140, 140)))
-    one = found(crop(sample, (0, 0, 64, 64)), sample=sample)
-    two = found(crop(sample, (0, 0, 64, 64)), crop(sample, (115, 90, 200, 200)), sample=sample)
-    part = found(crop(sample, (115, 90, 200, 200)), sample=sample)
-    assert [f.recalls for f in (one, two, part)] == [(1.0, 0.0), (1.0, 0.625), (0.0, 0.625)]
-    got = [[count([f])[f"box_{k}"].value for k in ("any_50", "all_50", "any_80", "all_80")]
-           for f in (one, two, part)]  # fmt: skip
-    assert got == [[1, 0, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
+    first, second = crop(sample, (0, 0, 64, 64)), crop(sample, (115, 90, 200, 200))
+    for seen, recalls, expected in (
+        ((first,), (1.0, 0.0), [1, 0, 1, 0]),
+        ((first, second), (1.0, 0.625), [1, 1, 1, 0]),
+        ((second,), (0.0, 0.625), [1, 0, 0, 0]),
+    ):
+        f = found(*seen, sample=sample)
+        counts = count([f])
+        hit = [counts[f"box_{k}"].value for k in ("any_50", "all_50", "any_80", "all_80")]
+        assert (f.recalls, hit) == (recalls, expected)
 
 
 def test_a_target_seen_in_parts_is_covered_by_their_union():
@@ -208,19 +150,12 @@ def test_a_target_seen_in_parts_is_covered_by_their_union():
     assert f.focuses == (1600 / 2400,)  # only the second shows half of the target
 
 
-def test_questions_without_boxes_stay_out_of_the_box_rates():
-    blind = made(1.0)
-    assert count([blind])["box_any_50"].denominator == 0
-    assert count([blind, made(1.0, recalls=(0.9,))])["box_any_50"] == Rate(1, 1)
-
-
-def test_what_has_no_verdict_leaves_the_faithful_rates_and_is_counted():
+def test_what_has_no_boxes_or_no_verdict_leaves_the_rates_that_need_them_and_is_counted():
+    counts = count([made(1.0), made(1.0, recalls=(0.9,))])
+    assert counts["box_any_50"] == Rate(1, 1)
     counts = count([made(1.0), made(None, 1.0), made(0.0, correct=False)])
     assert counts["faithful"] == Rate(1, 2) and counts["no_verdict"] == Rate(1, 3)
     assert counts["search_accuracy"] == Rate(2, 3) and counts["tool_use"] == Rate(3, 3)
-
-
-def test_an_answer_without_a_verdict_leaves_the_rates_of_correctness():
     counts = count([made(1.0), made(1.0, correct=None)])
     assert counts["accuracy"] == counts["faithful_and_correct"] == Rate(1, 1)
     assert counts["accuracy_given_faithful"] == counts["faithful_given_correct"] == Rate(1, 1)
@@ -230,23 +165,19 @@ def test_an_answer_without_a_verdict_leaves_the_rates_of_correctness():
 
 def test_nothing_to_count_gives_none_and_no_error():
     assert rates([], []) == {"n": 0, **{name: None for name in count([])}}
+    assert Rate(3, 4).value == 0.75 and str(Rate(3, 4)) == "0.750 (3/4)"
+    assert Rate(0, 0).value is None and str(Rate(0, 0)) == "none (0/0)"
+    assert listing(tool_use([])) == ""
 
 
-def test_rates_are_the_values_of_the_counts_under_the_names_of_summary_json():
+def test_rates_are_the_values_of_the_counts_by_the_scores_that_they_are_given():
     trajectories = [hand_made(SEARCH, GOOD, answer="checker"), hand_made(SEARCH, answer="x")]
     got = rates(trajectories, scored(trajectories))
-    names = (
-        "n accuracy tool_use faithful unfaithful no_tool faithful_and_correct "
-        "faithful_given_correct calls error_rate crop_area accuracy_given_faithful direct_accuracy"
-    ).split()
-    expected = [2, 0.5, 0.5, 0.5, 0, 0.5, 0.5, 1, 0.5, 0, 1 / 16, 1, None]
-    assert [got[name] for name in names] == expected
-
-
-def test_the_rates_use_the_scores_they_are_given():
-    trajectory = hand_made(SEARCH, WRONG, answer="x")
+    counts = count(map(finding, trajectories, scored(trajectories)))
+    assert got == {"n": 2} | {name: rate.value for name, rate in counts.items()}
     told = Reward(answer=1.0, tools=1.0, format=0.0, scores=(1.0,), total=1.0)
-    assert rates([trajectory], [told])["faithful_and_correct"] == 1.0
+    lost = hand_made(SEARCH, WRONG, answer="x")
+    assert rates([lost], [told])["faithful_and_correct"] == 1.0
 
 
 def test_the_demonstration_prints_counts():
@@ -284,54 +215,45 @@ def test_intervals_repeat_with_their_seed_and_are_absent_where_nothing_can_be_dr
 
 
 def test_the_cycles_of_a_question_are_one_question():
-    rows = [replace(SEARCH, id=str(i), source="hrbench4k", part="single", cycle=str(i),
-                    options=options)
-            for i, options in enumerate((("a", "b"), ("b", "a")))]  # fmt: skip
-    assert question_of(rows[0]) == question_of(rows[1]) != question_of(SEARCH) == "s1"
-    assert question_of(replace(rows[0], cycle="")) == "0"
+    one = replace(SEARCH, id="0", source="hrbench4k", part="single", cycle="0", options=("a", "b"))
+    two = replace(one, id="1", cycle="1", options=("b", "a"))
+    assert question_of(one) == question_of(two) != question_of(SEARCH) == "s1"
+    assert question_of(replace(one, cycle="")) == "0"
 
 
 # How tools were used
 
 
-def coded(sample, *calls, said="", answer="checker"):
+def coded(*calls, said=""):
     """calls: (code, observation)"""
     steps = [Turn(f"<code>{code}</code>", code, seen, 0, 0) for code, seen in calls]
-    steps.append(Turn(f"<think>{said}</think><answer>{answer}</answer>", None, None, 0, 0))
-    return Trajectory(sample, turns=steps, answer=answer, ended="answered")
+    steps.append(Turn(f"<think>{said}</think><answer>checker</answer>", None, None, 0, 0))
+    return Trajectory(SEARCH, turns=steps, answer="checker", ended="answered")
 
 
-@pytest.mark.parametrize(
-    "code, kinds",
-    [
-        ("image.crop((0, 0, 9, 9)).show()", {"crop"}),
-        ("plt.imshow(a[10:20, 5:9])", {"crop"}),
-        ("image.rotate(90).show()", {"rotate"}),
-        ("ImageEnhance.Contrast(image.crop(b)).enhance(2)", {"crop", "contrast"}),
-        ("ImageDraw.Draw(image).rectangle(b)", {"draw"}),
-        ("cv2.line(a, p, q, 0)", {"draw"}),
-        ("print(3 * [1, 2][0])", {"compute"}),
-    ],
-)
-def test_kinds_of_code(code, kinds):
-    assert kinds_of(Turn("", code, PRINTED, 0, 0)) == kinds
-
-
-def test_a_recorded_box_proves_a_crop_and_a_picture_is_no_computation():
-    assert kinds_of(Turn("", "look()", GOOD, 0, 0)) == {"crop"}
-    assert kinds_of(Turn("", "image.show()", DRAWN, 0, 0)) == {"other"}
+@pytest.mark.parametrize("code, seen, kinds", [
+    ("image.crop((0, 0, 9, 9)).show()", PRINTED, {"crop"}),
+    ("plt.imshow(a[10:20, 5:9])", PRINTED, {"crop"}),
+    ("image.rotate(90).show()", PRINTED, {"rotate"}),
+    ("ImageEnhance.Contrast(image.crop(b)).enhance(2)", PRINTED, {"crop", "contrast"}),
+    ("ImageDraw.Draw(image).rectangle(b)", PRINTED, {"draw"}),
+    ("cv2.line(a, p, q, 0)", PRINTED, {"draw"}),
+    ("print(3 * [1, 2][0])", PRINTED, {"compute"}),
+    ("look()", GOOD, {"crop"}),  # a recorded box proves a crop
+    ("image.show()", DRAWN, {"other"}),  # a picture is no computation
+])  # fmt: skip
+def test_kinds_of_code(code, seen, kinds):
+    assert kinds_of(Turn("", code, seen, 0, 0)) == kinds
 
 
 def test_use_of_tools_by_hand():
     mended = replace(GOOD, notes=["a missing bracket was added"])
     trajectories = [
-        coded(SEARCH, ("imag.crop(b)", TYPO), ("image.crop(b).show()", mended)),
-        coded(
-            SEARCH, ("image.rotate(9).show()", DRAWN), ("1/0", TYPO), ("1/0", TYPO), ("1/0", TYPO)
-        ),
-        coded(SEARCH, said="The crop shows it ."),
-        coded(SEARCH),
-        coded(SEARCH, ("print(1)", OURS), ("image.show()", FULL)),
+        coded(("imag.crop(b)", TYPO), ("image.crop(b).show()", mended)),
+        coded(("image.rotate(9).show()", DRAWN), *[("1/0", TYPO)] * 3),
+        coded(said="The crop shows it ."),
+        coded(),
+        coded(("print(1)", OURS), ("image.show()", FULL)),
     ]
     got = {name: (r.numerator, r.denominator) for name, r in tool_use(trajectories).items()}
     assert got == {
@@ -349,26 +271,18 @@ def test_use_of_tools_by_hand():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "said, claimed",
-    [
-        ("I cropped the sign.", True),
-        ("Zooming in on it, I see a 7.", True),
-        ("I'll zoom into the corner", True),
-        ("image.crop((0, 0, 9, 9))", True),
-        ("I can see it .", False),
-        ("The farmer's crops are corn.", False),
-    ],
-)
+@pytest.mark.parametrize("said, claimed", [
+    ("I cropped the sign.", True), ("Zooming in on it, I see a 7.", True),
+    ("I'll zoom into the corner", True), ("image.crop((0, 0, 9, 9))", True),
+    ("I can see it .", False), ("The farmer's crops are corn.", False),
+])  # fmt: skip
 def test_a_look_that_was_only_claimed(said, claimed):
-    decorative = tool_use([coded(SEARCH, said=said)])["decorative crops"]
-    assert decorative.numerator == claimed
-    shown = tool_use([coded(SEARCH, ("look()", GOOD), said=said)])["decorative crops"]
-    assert shown.numerator == 0
+    plays = [coded(said=said), coded(("look()", GOOD), said=said)]
+    assert [tool_use([t])["decorative crops"].numerator for t in plays] == [claimed, 0]
 
 
 def test_a_crop_that_was_tried_and_failed_is_not_decorative():
-    assert tool_use([coded(SEARCH, ("imag.crop(b)", TYPO))])["decorative crops"].numerator == 0
+    assert tool_use([coded(("imag.crop(b)", TYPO))])["decorative crops"].numerator == 0
 
 
 # Perturbations
@@ -385,14 +299,13 @@ def test_each_question_perturbation_and_seed_draws_a_place_of_its_own(monkeypatc
     drawn, plays = [], [hand_made(replace(SEARCH, id=i), GOOD, answer="x") for i in ("a", "b")]
     monkeypatch.setattr(faithfulness, "Sandbox", Shut)
     monkeypatch.setattr(faithfulness, "listen", lambda *_: None)
-    monkeypatch.setattr(
-        faithfulness, "perturbed", lambda n, s, i, rng: drawn.append(rng.random()) or s
-    )
+    draw = lambda name, seen, image, rng: drawn.append(rng.random()) or seen  # noqa: E731
+    monkeypatch.setattr(faithfulness, "perturbed", draw)
     policy = SimpleNamespace(pictures=lambda images: images)
 
     def places(name, seed):
         drawn.clear()
-        faithfulness.play_perturbed(policy, [(t, 0) for t in plays], name, Rules(), seed)
+        play_perturbed(policy, [(t, 0) for t in plays], name, Rules(), seed)
         return tuple(drawn)
 
     found = [places(name, seed) for name in ("noise", "random") for seed in (0, 1)]
@@ -400,60 +313,54 @@ def test_each_question_perturbation_and_seed_draws_a_place_of_its_own(monkeypatc
     assert found[0] == places("noise", 0)
 
 
-@pytest.mark.parametrize("reward, hit, expected", [
-    (1.0, 1.0, dict(clean=True, clean_hit=True, clean_miss=None)),
-    (0.0, 0.0, dict(clean=False, clean_hit=None, clean_miss=False)),
-    (None, 1.0, dict(clean=None, clean_hit=None, clean_miss=None)),
-    (1.0, None, dict(clean=True, clean_hit=None, clean_miss=None)),
+@pytest.mark.parametrize("reward, hit, clean, clean_hit, clean_miss", [
+    (1.0, 1.0, True, True, None), (0.0, 0.0, False, None, False),
+    (None, 1.0, None, None, None), (1.0, None, True, None, None),
 ])  # fmt: skip
-def test_a_verdict_on_the_answer_and_one_on_the_turn_are_each_needed(reward, hit, expected):
-    """The judge calls "a lorry" right, the rules do not: clean accuracy is the judge's."""
+def test_a_verdict_on_the_answer_and_one_on_the_turn_are_each_needed(
+    reward, hit, clean, clean_hit, clean_miss
+):
+    """The judge calls "a lorry" right, the rules do not: clean accuracy is the judge's. The copy
+    is right by the rules, wherever that is asked."""
     t, copy = (hand_made(SEARCH, GOOD, answer=answer) for answer in ("a lorry", "checker"))
-    found = finding(t, Reward(reward, None, 0.0, (hit,), None))
-    got = faithfulness.changes(t, copy, 0, found)
-    assert {name: got[name] for name in expected} == expected
-    asked = {"accuracy": "clean", "accuracy_hit": "clean_hit", "accuracy_miss": "clean_miss"}
-    assert {name: got[name] for name in asked} == {
-        name: None if expected[clean] is None else True for name, clean in asked.items()
-    }
+    got = changes(t, copy, 0, finding(t, Reward(reward, None, 0.0, (hit,), None)))
+    for name, expected in (("", clean), ("_hit", clean_hit), ("_miss", clean_miss)):
+        assert got["clean" + name] == expected
+        assert got["accuracy" + name] == (None if expected is None else True)
+
+
+GREEDY = replace(RULES, temperature=0.0)
+ASKED = toy_questions(3, "perturbed", neutral_share=0)
+DIRECT = toy_questions(1, "neutral", neutral_share=1)
+CUT = (0, 0, 64, 64)
 
 
 def seen_in(image, box, **more):
     return Observation("log", [image.crop(box)], [box], ["crop"], **more)
 
 
-def test_empty_says_and_shows_nothing_at_all(policy):
-    seen = seen_in(ASKED[0].image, (0, 0, 64, 64), notes=["a repair"], error="an error")
-    told = perturbed("empty", seen, ASKED[0].image, random.Random(0))
-    nothing = encode_observation(policy, Observation(), [], False, 99)
-    assert encode_observation(policy, told, [], False, 99) == nothing
-
-
-def test_other_lies_leave_what_was_printed_and_what_the_code_asked_for():
-    seen = seen_in(ASKED[0].image, (0, 0, 64, 64))
-    for name in ("identity", "mask", "noise", "random"):
+def test_empty_says_and_shows_nothing_at_all_and_the_others_leave_what_was_printed(policy):
+    seen = seen_in(ASKED[0].image, CUT, notes=["a repair"], error="an error")
+    for name in PERTURBATIONS:
         told = perturbed(name, seen, ASKED[0].image, random.Random(0))
-        assert (told.text, told.boxes) == ("log", [(0, 0, 64, 64)])
+        if name != "empty":
+            assert (told.text, told.boxes) == ("log", [CUT])
+            continue
+        nothing = encode_observation(policy, Observation(), [], False, 99)
+        assert encode_observation(policy, told, [], False, 99) == nothing
 
 
 def test_no_room_and_no_box_cannot_be_told_as_random():
-    image = ASKED[0].image
-    drawn = Observation(images=[image], boxes=[None], sources=["show"])
-    for seen in (seen_in(image, (0, 0, 129, 256)), drawn):
-        assert perturbed("random", seen, image, random.Random(0)).environment
-        assert not perturbed("mask", seen, image, random.Random(0)).environment
+    for seen in (seen_in(ASKED[0].image, (0, 0, 129, 256)), DRAWN):
+        assert perturbed("random", seen, ASKED[0].image, random.Random(0)).environment
+        assert not perturbed("mask", seen, ASKED[0].image, random.Random(0)).environment
 
 
 # Perturbed plays
 
-GREEDY = replace(RULES, temperature=0.0)
-ASKED = toy_questions(3, "perturbed", neutral_share=0)
-DIRECT = toy_questions(1, "neutral", neutral_share=1)
-
 
 def cell_of(sample):
-    x0, y0, *_ = sample.boxes[0] if sample.boxes else (0, 0)
-    x0, y0 = x0 // CELL * CELL, y0 // CELL * CELL
+    x0, y0 = (x // CELL * CELL for x in sample.boxes[0][:2])
     return x0, y0, x0 + CELL, y0 + CELL
 
 
@@ -486,38 +393,50 @@ def speaking(reply):
         yield
 
 
+def played(policy, reply, samples=ASKED, rules=GREEDY):
+    """Their only rollouts."""
+    with speaking(reply):
+        return [t for (t,) in play(policy, list(samples), 1, rules)]
+
+
+def studied(policy, reply, samples=ASKED, names=PERTURBATIONS, rewards=None):
+    """Table 6 of a policy."""
+    trajectories = played(policy, reply, samples)
+    with speaking(reply):
+        return perturb(policy, trajectories, rewards or scored(trajectories), GREEDY, names)
+
+
+def again(policy, reply, name, samples=ASKED[:1], i=0, rules=GREEDY):
+    """A play, and its copy that is told something else from turn i on."""
+    (t,) = played(policy, reply, samples, rules)
+    with speaking(reply):
+        return t, *play_perturbed(policy, [(t, i)], name, rules, seed=0)
+
+
+def fooled(policy, t, i=1):
+    """Is the i-th picture not the target's cell?"""
+    crop = policy.pictures([t.sample.image.crop(cell_of(t.sample))])[0]
+    return (t.images[i].pixels - crop.pixels).abs().mean() > 0.1
+
+
 def reads(policy, t):
     """Looks at the target's cell, and answers rightly if that is what it then sees."""
     if len(t.ids) == t.prompt:
         return looks(t.sample)
     if len(t.images) == 1:  # had to answer without a picture
         return saying("nothing") if t.turns else "nothing</answer>"
-    crop = policy.pictures([t.sample.image.crop(cell_of(t.sample))])[0]
-    same = (t.images[-1].pixels - crop.pixels).abs().mean() < 0.1
-    return saying(t.sample.answer if same else "nothing")
+    return saying("nothing" if fooled(policy, t, -1) else t.sample.answer)
 
 
 def deaf(policy, t):
     return saying(t.sample.answer) if t.turns else looks(t.sample, t.sample.id.endswith("1"))
 
 
-def played(policy, reply, samples=ASKED, rules=GREEDY):
-    with speaking(reply):
-        trajectories = [t for (t,) in play(policy, list(samples), 1, rules)]
-    return trajectories, tapo(trajectories, BoxJudge(), Lambdas(), random.Random(0))
-
-
-def values(told):
-    return {name: rate.value for name, rate in told.items()}
-
-
 def test_who_reads_the_crop_loses_all_under_every_lie_but_identity(policy):
-    trajectories, rewards = played(policy, reads)
-    with speaking(reads):
-        study = perturb(policy, trajectories, rewards, GREEDY)
+    study = studied(policy, reads)
     assert list(study) == ["toy"] and list(study["toy"]) == list(PERTURBATIONS)
     for name, told in study["toy"].items():
-        got, kept = values(told), float(name == "identity")
+        got, kept = {k: rate.value for k, rate in told.items()}, float(name == "identity")
         assert told["possible"].numerator == told["accuracy"].denominator == 3
         assert got["clean"] == got["clean_hit"] == 1 and got["clean_miss"] is None
         assert got["accuracy"] == got["accuracy_hit"] == kept
@@ -525,58 +444,32 @@ def test_who_reads_the_crop_loses_all_under_every_lie_but_identity(policy):
 
 
 def test_who_does_not_look_at_the_picture_never_changes_hit_or_miss(policy):
-    trajectories, rewards = played(policy, deaf)
-    with speaking(deaf):
-        study = perturb(policy, trajectories, rewards, GREEDY)
-    for told in study["toy"].values():
+    for told in studied(policy, deaf)["toy"].values():
         changed = ("thoughts", "actions", "answers", "accuracy")
         assert [told[name].value for name in changed] == [0, 0, 0, 1]
         assert (told["clean_hit"].denominator, told["clean_miss"].denominator) == (2, 1)
 
 
-def test_changed_thoughts_and_actions_are_each_counted(policy):
+def test_changed_thoughts_and_actions_are_each_counted_from_the_first_picture_on(policy):
     def restless(policy, t):  # when fooled: thinks aloud (sample 0), looks elsewhere (sample 1)
-        first = policy.pictures([t.sample.image.crop(cell_of(t.sample))])[0]
         if len(t.images) == 1:
             return looks(t.sample)
-        fooled = (t.images[1].pixels - first.pixels).abs().mean() > 0.1
-        if fooled and t.sample.id.endswith("1") and len(t.images) == 2:
+        lie = fooled(policy, t)
+        if lie and t.sample.id.endswith("1") and len(t.images) == 2:
             return looks(t.sample, away=True)
-        word = "odd " if fooled and t.sample.id.endswith("0") else ""
+        word = "odd " if lie and t.sample.id.endswith("0") else ""
         return f"<think> {word}The crop shows it .</think><answer>x</answer>"
 
-    trajectories, rewards = played(policy, restless)
-    with speaking(restless):
-        told = perturb(policy, trajectories, rewards, GREEDY, ["mask"])["toy"]["mask"]
+    told = studied(policy, restless, names=["mask"])["toy"]["mask"]
     assert told["actions"].numerator == 1 and told["answers"].numerator == 0
     assert told["thoughts"].numerator == 2  # the second look was thought about, too
-
-
-def test_the_first_picture_is_already_a_lie(policy):
-    def twice(policy, t):  # looks a second time, and elsewhere if the first picture was a lie
-        first = policy.pictures([t.sample.image.crop(cell_of(t.sample))])[0]
-        if len(t.images) == 1:
-            return looks(t.sample)
-        fooled = (t.images[1].pixels - first.pixels).abs().mean() > 0.1
-        return looks(t.sample, fooled) if len(t.images) == 2 else saying("x")
-
-    trajectories, rewards = played(policy, twice, ASKED[:2])
-    with speaking(twice):
-        told = perturb(policy, trajectories, rewards, GREEDY, ["mask"])["toy"]["mask"]
-    assert told["actions"] == faithfulness.Rate(2, 2, (1.0, 1.0))
 
 
 def test_later_pictures_are_lies_too_and_the_code_lives_in_the_true_world(policy):
     turns = ["<code>\nx = 41\nprint(x)\n</code>", looks(ASKED[0]), looks(ASKED[0], away=True),
              "<code>\nprint(x + 1)\n</code>"]  # fmt: skip
-
-    def reply(policy, t):
-        return dict(enumerate(turns)).get(len(t.turns), SHORT)
-
-    rules = replace(GREEDY, turns=6)
-    (t,), _ = played(policy, reply, ASKED[:1], rules)
-    with speaking(reply):
-        (copy,) = play_perturbed(policy, [(t, 1)], "mask", rules, seed=0)
+    reply = lambda policy, t: dict(enumerate(turns)).get(len(t.turns), SHORT)  # noqa: E731
+    t, copy = again(policy, reply, "mask", i=1, rules=replace(GREEDY, turns=6))
     shown = [step.observation.images for step in copy.tool_turns]
     assert [len(images) for images in shown] == [0, 1, 1, 0]
     assert all(picture.getextrema() == ((128, 128),) * 3 for i in shown for picture in i)
@@ -585,14 +478,16 @@ def test_later_pictures_are_lies_too_and_the_code_lives_in_the_true_world(policy
 
 
 def test_all_before_the_first_lie_is_the_clean_trajectory(policy):
-    (t,), _ = played(policy, reads, ASKED[:1])
-    with speaking(reads):
-        (copy,) = play_perturbed(policy, [(t, 0)], "noise", GREEDY, seed=0)
+    t, copy = again(policy, reads, "noise")
     end = t.turns[0].end
     assert copy.ids[:end] == t.ids[:end] and copy.acted[:end] == t.acted[:end]
     assert copy.ids != t.ids and len(copy.images) == len(t.images) == 2
     assert torch.equal(copy.images[0].pixels, t.images[0].pixels)
     assert t.turns[0].observation.images[0].size == (64, 64) and t.ended == "answered"
+    for i in (0, 1):  # one that was read from a file, without pixels, goes on the same
+        two = [up_to(policy, x, i).images for x in (t, replace(t, images=[]))]
+        for one, other in zip(*two, strict=True):
+            assert torch.equal(one.pixels, other.pixels) and torch.equal(one.grid, other.grid)
 
 
 def test_going_on_from_the_middle_is_exact(policy):
@@ -609,21 +504,11 @@ def test_going_on_from_the_middle_is_exact(policy):
             assert torch.allclose(got, expected, atol=1e-4)
 
 
-def test_a_trajectory_that_was_read_from_a_file_goes_on_the_same(policy):
-    (t,), _ = played(policy, reads, ASKED[:1])
-    bare = replace(t, images=[])
-    for i in (0, 1):
-        for one, two in zip(up_to(policy, t, i).images, up_to(policy, bare, i).images, strict=True):
-            assert torch.equal(one.pixels, two.pixels) and torch.equal(one.grid, two.grid)
-
-
 def test_where_there_is_no_room_the_trajectory_leaves_that_lie_and_is_counted(policy):
     def whole(policy, t):
         return saying("x") if t.turns else crop_turn(" look", (0, 0, 200, 256))
 
-    trajectories, rewards = played(policy, whole)
-    with speaking(whole):
-        study = perturb(policy, trajectories, rewards, GREEDY, ["random", "mask"])["toy"]
+    study = studied(policy, whole, names=["random", "mask"])["toy"]
     possible = study["random"]["possible"]
     assert (possible.numerator, possible.denominator) == (0, 3)
     assert study["random"]["accuracy"].denominator == study["random"]["clean"].denominator == 0
@@ -633,21 +518,17 @@ def test_where_there_is_no_room_the_trajectory_leaves_that_lie_and_is_counted(po
 def test_only_search_questions_with_a_picture_are_perturbed(policy):
     def reply(policy, t):
         neutral = t.sample.kind == "neutral" and not t.turns
-        return crop_turn(" look", (0, 0, 64, 64)) if neutral else saying("x")
+        return crop_turn(" look", CUT) if neutral else saying("x")
 
-    trajectories, rewards = played(policy, reply, [*ASKED, *DIRECT])
-    assert trajectories[-1].tool_turns and perturb(policy, trajectories, rewards, GREEDY) == {}
+    assert studied(policy, reply, [*ASKED, *DIRECT]) == {}
     assert "nothing to perturb" in perturb_table({})
 
 
 def test_questions_of_several_sources_are_reported_apart_and_together(policy):
     samples = [ASKED[0], *(replace(s, source="hard") for s in ASKED[1:])]
-    trajectories, rewards = played(policy, reads, samples)
-    with speaking(reads):
-        study = perturb(policy, trajectories, rewards, GREEDY, ["mask"])
-    assert {name: by_name["mask"]["possible"].denominator for name, by_name in study.items()} == {
-        "all": 3, "toy": 1, "hard": 2,
-    }  # fmt: skip
+    study = studied(policy, reads, samples, ["mask"])
+    possible = {name: told["mask"]["possible"].denominator for name, told in study.items()}
+    assert possible == {"all": 3, "toy": 1, "hard": 2}
     lines = perturb_table(study).splitlines()
     assert lines[1] == "all" and lines[2].split() == (
         "mask 3/3 0.0 0.0 100.0 0.0 [0.0, 0.0] 100.0 0.0 100.0 - -".split()
@@ -655,11 +536,8 @@ def test_questions_of_several_sources_are_reported_apart_and_together(policy):
 
 
 def test_answers_without_a_verdict_leave_accuracy_and_nothing_else(policy):
-    trajectories, rewards = played(policy, reads)
-    rewards = [replace(r, answer=None) for r in rewards]
-    with speaking(reads):
-        study = perturb(policy, trajectories, rewards, GREEDY, ["mask"])
-    told = study["toy"]["mask"]
+    silent = [Reward(None, None, 0.0, (1.0,))] * 3
+    told = studied(policy, reads, names=["mask"], rewards=silent)["toy"]["mask"]
     assert told["accuracy"].denominator == 0 and told["answers"].denominator == 3
 
 
@@ -671,23 +549,23 @@ def test_an_unknown_perturbation_and_a_warm_policy_are_refused(policy):
 
 
 def test_no_sandbox_outlives_an_error(policy, monkeypatch):
-    (t,), _ = played(policy, reads, ASKED[:1])
-    opened, closed = [], []
+    (t,), live = played(policy, reads, ASKED[:1]), []
 
     class Watched(faithfulness.Sandbox):
         def __init__(self, *args):
-            opened.append(self)
+            live.append(self)
             super().__init__(*args)
 
         def close(self):
-            closed.append(self)
+            assert self in live
+            live.remove(self)
             super().close()
 
     monkeypatch.setattr(faithfulness, "Sandbox", Watched)
-    monkeypatch.setattr(faithfulness, "play_on", lambda *args: 1 / 0)
+    monkeypatch.setattr(faithfulness, "play_on", lambda *args: len(live) == 2 and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         play_perturbed(policy, [(t, 0), (t, 0)], "mask", GREEDY, seed=0)
-    assert len(opened) == 2 and set(opened) == set(closed)
+    assert not live
 
 
 # Laws
@@ -702,17 +580,13 @@ some = st.lists(
 )  # fmt: skip
 
 
-def total(counts, suffix=""):
-    names = ("faithful", "unfaithful", "no_tool")
-    return sum(counts[name + suffix].numerator for name in names)
-
-
 @given(some)
 def test_the_three_rates_partition_the_questions(findings):
     counts = count(findings)
-    assert total(counts) == pytest.approx(counts["faithful"].denominator)
-    given_correct = counts["faithful_given_correct"].denominator
-    assert total(counts, "_given_correct") == pytest.approx(given_correct)
+    for suffix in ("", "_given_correct"):
+        names = [name + suffix for name in ("faithful", "unfaithful", "no_tool")]
+        total = sum(counts[name].numerator for name in names)
+        assert total == pytest.approx(counts[names[0]].denominator)
 
 
 @given(some)
@@ -726,30 +600,28 @@ def test_conditional_times_accuracy_is_the_headline(findings):
         assert not headline
 
 
-@given(some, st.data())
+@given(some.filter(bool), st.data())
 def test_one_more_hit_never_lowers_the_any_rate(findings, data):
-    before = count(findings)["faithful"]
-    if findings:
-        i = data.draw(st.integers(0, len(findings) - 1))
-        findings[i] = replace(findings[i], scores=(*findings[i].scores, 1.0))
-    after = count(findings)["faithful"]
-    assert (after.value or 0) >= (before.value or 0)
+    before, i = count(findings)["faithful"], data.draw(st.integers(0, len(findings) - 1))
+    findings[i] = replace(findings[i], scores=(*findings[i].scores, 1.0))
+    assert (count(findings)["faithful"].value or 0) >= (before.value or 0)
 
 
 @given(some, st.randoms(use_true_random=False))
 def test_order_does_not_matter(findings, shuffle):
     mixed = findings[:]
     shuffle.shuffle(mixed)
-    for name, rate in count(findings).items():
-        other = count(mixed)[name]
-        assert (rate.value, rate.denominator) == pytest.approx((other.value, other.denominator))
+    one, other = ({name: (rate.value, rate.denominator) for name, rate in count(x).items()}
+                  for x in (findings, mixed))  # fmt: skip
+    for name in one:
+        assert one[name] == pytest.approx(other[name])
 
 
 @given(some)
 def test_the_cross_table_adds_up(findings):
     told = [f for f in findings if f.search and None not in f.scores]
-    expected = [sum(share(any(f.hits)) for f in told if f.correct == right)
-                for right in (True, False) for share in (float, lambda x: 1 - x)]  # fmt: skip
+    expected = [sum(f.correct == right and any(f.hits) == hit for f in told)
+                for right in (True, False) for hit in (True, False)]  # fmt: skip
     assert cells(findings) == pytest.approx(expected, rel=1e-4)
 
 
