@@ -2,11 +2,13 @@
 
 import os
 import runpy
+import ssl
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 # Read when transformers is imported.
@@ -35,6 +37,7 @@ settings.register_profile("every-day", deadline=None, max_examples=50, derandomi
 settings.register_profile("nightly", deadline=None, max_examples=500)
 settings.load_profile("every-day")
 torch.set_num_threads(1)
+ssl.create_default_context = cache(ssl.create_default_context)  # each judge would read them all
 
 # Makes a stand-in for the released checkpoint (its tokenizer and layout, random weights). It is no
 # part of the project, so where it is missing the tests on it are skipped.
