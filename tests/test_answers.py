@@ -1,9 +1,9 @@
-"""python -m pytest tests/test_answers.py      about 20 s, most of them for the laws"""
+"""python -m pytest tests/test_answers.py      which text counts as right"""
 
 import re
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kit import answers
@@ -68,23 +68,10 @@ def test_the_specification_is_read():
 OPTIONS = ("blue", "red", "3 cm", "3 m")
 
 
-def test_the_option_read_to_the_letter_wins_over_one_of_equal_meaning():
-    assert read_choice("28", ("28%", "28")) == "B"
-    assert read_choice("1,500", ("1200", "1500")) == "B"
-    assert read_choice("y", ("x", "y")) == "B"  # there is no option Y
-    assert read_choice("Final choice: **D**") == "D"
-
-
-def test_a_reference_that_is_no_option_is_refused():
-    with pytest.raises(ValueError, match="one of the options .*'3 m'.*but is 'green': correct"):
-        is_correct("A", "green", OPTIONS)
-
-
-@pytest.mark.parametrize(
-    "reference, options",
-    [("", ()), ("\\boxed{}", ()), ("1" * 1001, ()), ("green", OPTIONS), ("E", OPTIONS),
-     ("B. 3 m", OPTIONS), ("A or B", OPTIONS), ("B", ("red", "red"))],
-)  # fmt: skip
+@pytest.mark.parametrize("reference, options", [
+    ("", ()), ("\\boxed{}", ()), ("1" * 1001, ()), ("green", OPTIONS), ("E", OPTIONS),
+    ("B. 3 m", OPTIONS), ("A or B", OPTIONS), ("B", ("red", "red")),
+])  # fmt: skip
 def test_a_reference_that_cannot_be_right_is_refused_when_it_is_loaded(reference, options):
     with pytest.raises(ValueError, match="drop the question"):
         check_reference(reference, options)
@@ -94,8 +81,7 @@ def test_no_answer_is_wrong_and_so_is_a_long_one():
     for reply in (None, "", ":", " b\n" * 400):
         assert not is_correct(reply, "blue") and not is_correct(reply, "B")
     assert is_correct(" b\n", "B") and not is_correct("", "")
-    assert is_correct("1" * 1000, "1" * 1000)
-    assert not is_correct("1" * 1001, "1" * 1001)
+    assert [is_correct("1" * n, "1" * n) for n in (1000, 1001)] == [True, False]
 
 
 @given(st.text(max_size=30))
@@ -127,9 +113,10 @@ REPORTED = [  # by people who train and evaluate such policies: options, reply, 
     (("2", "√{3}", "4", "6"), "2√3", None),
     ((r"$4 \times 6$", r"$3 \times 8$"), r"3 \times 8", "B"),
     ((r"$4 \times 6$", r"$3 \times 8$"), "24", None),
-    (("blue", "red"), "（B）", "B"),
-    (("blue", "red"), "【B】 red", "B"),
-    (("blue", "red"), "Ｂ。", "B"),
+    *[(("blue", "red"), reply, "B") for reply in ("（B）", "【B】 red", "Ｂ。")],
+    (("28%", "28"), "28", "B"), (("1200", "1500"), "1,500", "B"),  # to the letter wins
+    (("x", "y"), "y", "B"),  # there is no option Y
+    ((), "Final choice: **D**", "D"),
 ]  # fmt: skip
 
 
@@ -156,15 +143,9 @@ def test_units(reference, reply, right):
 
 # Laws
 
-numbers = st.one_of(
-    st.integers(-30, 30).map(str),
-    st.sampled_from(
-        ["0.5", ".5", "1/2", "2 1/2", "1e5", "1,234", "1.6e-19", "6.63e-34", "0.0", "50%"]
-    ),
-)
-amounts = st.tuples(
-    numbers, st.sampled_from(["", "cm", "m", " m^2", " m²", " km/h", " °C", " square meters", "%"])
-).map("".join)
+odd = "0.5|.5|1/2|2 1/2|1e5|1,234|1.6e-19|6.63e-34|0.0|50%".split("|")
+units = st.sampled_from("|cm|m| m^2| m²| km/h| °C| square meters|%".split("|"))
+amounts = st.tuples(st.integers(-30, 30).map(str) | st.sampled_from(odd), units).map("".join)
 letters = st.sampled_from([*"abxyABE", "π", r"\pi", "e"])
 formulas = st.recursive(
     st.one_of(st.integers(0, 9).map(str), letters, st.sampled_from(["0.5", r"10^{-31}", "2004!"])),
@@ -182,10 +163,8 @@ words = st.sampled_from(
     "red|the red|blue|dark-blue|New York|no|on|yes|C++|H2O|蓝色|2nd|x-ray".split("|")
 )
 bare = st.one_of(amounts, formulas, words)
-laws = settings(deadline=None, max_examples=100, derandomize=True)
 
 
-@laws
 @given(bare)
 @example("!")
 @example("(A) red")
@@ -199,7 +178,6 @@ def test_law_every_reference_is_right_by_its_own_rule(reference):
     assert is_correct(reference, reference)
 
 
-@laws
 @given(bare, bare)
 @example("4√2", "4")
 @example("400 cm^2", r"400 \mathrm{~cm}^{2}")
@@ -212,7 +190,6 @@ def test_law_equality_is_symmetric_where_both_sides_are_bare(one, other):
     assert same_answer(one, other) == same_answer(other, one)
 
 
-@laws
 @given(st.lists(bare, min_size=2, max_size=5, unique_by=plain), bare)
 @example(["2", "√{3}", "4", "6"], "2√3")
 @example(["28%", "28"], "28")
@@ -232,7 +209,6 @@ DRESSES = (
 )  # fmt: skip
 
 
-@laws
 @given(bare, bare, st.sampled_from(DRESSES))
 @example("red", "red", r"\boxed{\textbf{%s}}")
 @example("5 cm", "5", "$%s$")
@@ -244,10 +220,7 @@ def test_law_markup_never_changes_a_verdict(reply, reference, dress):
     assert is_correct(reply, dress.replace("%s", reference)) is right
 
 
-@laws
-@given(
-    formulas, st.sampled_from(["#", "√", r"\foo", r"\foo{2}", "⊕ 2", "^", "{", " 2 3", "@", "∫"])
-)
+@given(formulas, st.sampled_from(r"# √ \foo \foo{2} ⊕2 ^ { @ ∫".split() + [" 2 3"]))
 @example("4", "√2")
 @example(r"2√{3}", " or 4")
 def test_law_nothing_is_compared_in_part(formula, more):
@@ -258,15 +231,14 @@ def test_law_nothing_is_compared_in_part(formula, more):
 # Open answers: what the rules call wrong may be right in other words
 
 
-@pytest.mark.parametrize(
-    "reference, options, reply",
-    [("B", (), "the second"), ("(B)", (), "the second"),  # a letter is a choice
-     ("", (), "anything"), ("red", ("red", "blue"), "crimson"), ("3", (), "three"),
-     ("3 apples", (), "three apples"), (r"\sqrt{2}", (), "the root of two"),
-     *(("truck", (), reply) for reply in (
-         None, "lorry " * 200, "", ":", " . * ", "Thought process:", "Solution", "Final answer:",
-         "Let's solve this problem step by step.", "The answer is:", "OK. Sure, let me think"))],
-)  # fmt: skip
+@pytest.mark.parametrize("reference, options, reply", [
+    ("B", (), "the second"), ("(B)", (), "the second"),  # a letter is a choice
+    ("", (), "anything"), ("red", ("red", "blue"), "crimson"), ("3", (), "three"),
+    ("3 apples", (), "three apples"), (r"\sqrt{2}", (), "the root of two"),
+    *(("truck", (), reply) for reply in (
+        None, "lorry " * 200, "", ":", " . * ", "Thought process:", "Solution", "Final answer:",
+        "Let's solve this problem step by step.", "The answer is:", "OK. Sure, let me think")),
+])  # fmt: skip
 def test_some_answers_are_not_for_a_judge(reference, options, reply):
     assert not is_open(reply, reference, options)
 

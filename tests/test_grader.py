@@ -1,30 +1,24 @@
-"""python -m pytest tests/test_grader.py      about 10 s: formulas that never end, a busy machine"""
+"""python -m pytest tests/test_grader.py      formulas that never end, a busy machine"""
 
 import os
 import resource
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from kit.answers import is_correct
 from kit.grader import GRADER, MathGrader
 
 
-def test_formulas_are_graded_alike_in_any_thread():
-    got = {}
-
-    def one(i):
-        got[i] = is_correct(r"\sqrt{8}" if i % 2 else r"\sqrt{9}", r"2\sqrt{2}")
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == {i: bool(i % 2) for i in range(8)}
+def test_formulas_are_graded_alike_in_any_thread_by_a_process_of_its_own():
+    with ThreadPoolExecutor(8) as pool:
+        got = pool.map(lambda i: is_correct(rf"\sqrt{{{8 + i % 2}}}", r"2\sqrt{2}"), range(8))
+        assert [*got] == [True, False] * 4
+    assert GRADER.process.pid != os.getpid()
 
 
 def test_a_formula_that_never_ends_is_wrong_in_time_and_the_next_one_is_graded():
-    grader, before = MathGrader(seconds=2), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    grader, before = MathGrader(seconds=1), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert grader.same("2", r"\frac{4}{2}")
     assert not grader.same("2", "9^{9^{9^{9}}}")
     spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
@@ -35,14 +29,9 @@ def test_a_formula_that_never_ends_is_wrong_in_time_and_the_next_one_is_graded()
 
 
 def test_a_busy_machine_makes_no_formula_wrong():
-    grader = MathGrader(seconds=2)
+    grader = MathGrader(seconds=1)
     assert grader.same("2", r"\frac{4}{2}")
     os.kill(grader.process.pid, signal.SIGSTOP)  # for longer than the limit, it gets no core
-    threading.Timer(3, os.kill, (grader.process.pid, signal.SIGCONT)).start()
+    threading.Timer(1.5, os.kill, (grader.process.pid, signal.SIGCONT)).start()
     assert grader.same("2", r"\frac{4}{2}")
     grader.close()
-
-
-def test_the_grader_of_formulas_is_a_process_of_its_own():
-    assert is_correct("1+x", "x+1")
-    assert GRADER.process.pid != os.getpid()
