@@ -20,8 +20,6 @@ def encoded(color="red", size=(40, 30)):
     return base64.b64encode(png.getvalue()).decode()
 
 
-# --- the rows of every schema ----------------------------------------------------------------
-
 IMAGE = encoded()
 CHOICE = {"image": IMAGE, "question": "Which one?", "A": "red", "B": "blue", "C": "green", "D": ""}
 THREE = ("red", "blue", "green")
@@ -29,8 +27,8 @@ BELOW = "\n(The images stand below each other, image 1 at the top.)"
 TABLE = [  # benchmark, form; a row; its id, question, options, answer, part
     ("vstar, tsv", CHOICE | {"index": "7", "answer": "B", "category": "relative_position"},
      ("7", "Which one?", THREE, "B", "relative_position")),
-    ("hrbench4k, tsv", CHOICE | {"index": "12", "answer": "C", "category": "cross",
-                                 "cycle_category": "3"},
+    ("hrbench4k, tsv",
+     CHOICE | {"index": "12", "answer": "C", "category": "cross", "cycle_category": "3"},
      ("12", "Which one?", THREE, "C", "FCP")),
     ("mme-realworld-lite, tsv", CHOICE | {
         "index": "5", "answer": "A", "category": "Perception/OCR", "l2-category": "phone"},
@@ -226,9 +224,6 @@ def test_a_picture_may_be_that_of_another_row_or_a_file(tmp_path):
     assert load(tmp_path, "mathvision, hub", listed)[0].image.size == (9, 5)
 
 
-# --- the whole file, without a model: --check -------------------------------------------------
-
-
 def check(capsys, *words):
     status = 0
     try:
@@ -321,9 +316,6 @@ def test_what_is_right_by_the_authors_rule(tmp_path, name, change, right, wrong)
     sample = load(tmp_path, name, change)[0]
     assert {reply: grade(reply, sample, None) for reply in right} == dict.fromkeys(right, 1.0)
     assert {reply: grade(reply, sample, None) for reply in wrong} == dict.fromkeys(wrong, 0.0)
-
-
-# --- the published scores --------------------------------------------------------------------
 
 
 def test_hrbench_is_the_mean_over_its_cycles():

@@ -42,19 +42,13 @@ def made(*scores, correct=True, search=True, recalls=()) -> Finding:
     return Finding(search, correct, scores, len(scores), 0, (0.1,) * len(scores), recalls)
 
 
-# One trajectory
-
-
 @pytest.mark.parametrize("seen, scores, look", [
     ((), (), "no tool"),
     ((PRINTED,), (), "no tool"),  # a tool was used, but nothing was shown
-    ((TYPO,), (), "no tool"),
-    ((OURS,), (), "no tool"),
-    ((GOOD,), (1.0,), "faithful"),
+    ((TYPO,), (), "no tool"), ((OURS,), (), "no tool"), ((GOOD,), (1.0,), "faithful"),
     ((WIDE,), (0.5,), "unfaithful"),  # half a score is not faithful, and two halves are none
     ((WIDE, crop(SEARCH, (60, 60, 188, 188))), (0.5, 0.5), "unfaithful"),
-    ((WRONG,), (-2.5 / 16,), "unfaithful"),
-    ((FULL,), (-1.0,), "unfaithful"),
+    ((WRONG,), (-2.5 / 16,), "unfaithful"), ((FULL,), (-1.0,), "unfaithful"),
     ((DRAWN,), (0.0,), "unfaithful"),
     ((PRINTED, WRONG, GOOD), (-2.5 / 16, 1.0), "faithful"),  # one hit is enough
     ((GOOD, WIDE, AGAIN), (1.0, 0.5, -1.0), "faithful"),
@@ -81,9 +75,6 @@ def test_rewards_without_step_scores_are_refused():
     (reward,) = accuracy([trajectory], BoxJudge(), Lambdas(), random.Random(0))
     with pytest.raises(ValueError, match="s1.*1 tool turns, got 0; rate with rewards.tapo"):
         rates([trajectory], [reward])
-
-
-# Counts
 
 
 def cells(findings):
@@ -184,9 +175,6 @@ def test_the_demonstration_prints_counts():
     assert "faithful_and_correct              0.200 [0.000, 0.600] (1/5)" in faithfulness.demo()
 
 
-# Intervals
-
-
 def test_the_interval_of_a_share_is_the_one_of_the_textbooks():
     """50 of 100: one deviation is 5 points, so 95 % reach from 40.2 to 59.8."""
     findings = [made(1.0, correct=i % 2 == 0) for i in range(100)]
@@ -233,12 +221,10 @@ def coded(*calls, said=""):
 
 @pytest.mark.parametrize("code, seen, kinds", [
     ("image.crop((0, 0, 9, 9)).show()", PRINTED, {"crop"}),
-    ("plt.imshow(a[10:20, 5:9])", PRINTED, {"crop"}),
-    ("image.rotate(90).show()", PRINTED, {"rotate"}),
+    ("plt.imshow(a[10:20, 5:9])", PRINTED, {"crop"}), ("image.rotate(90)", PRINTED, {"rotate"}),
     ("ImageEnhance.Contrast(image.crop(b)).enhance(2)", PRINTED, {"crop", "contrast"}),
     ("ImageDraw.Draw(image).rectangle(b)", PRINTED, {"draw"}),
-    ("cv2.line(a, p, q, 0)", PRINTED, {"draw"}),
-    ("print(3 * [1, 2][0])", PRINTED, {"compute"}),
+    ("cv2.line(a, p, q, 0)", PRINTED, {"draw"}), ("print(3 * [1, 2][0])", PRINTED, {"compute"}),
     ("look()", GOOD, {"crop"}),  # a recorded box proves a crop
     ("image.show()", DRAWN, {"other"}),  # a picture is no computation
 ])  # fmt: skip
@@ -354,9 +340,6 @@ def test_no_room_and_no_box_cannot_be_told_as_random():
     for seen in (seen_in(ASKED[0].image, (0, 0, 129, 256)), DRAWN):
         assert perturbed("random", seen, ASKED[0].image, random.Random(0)).environment
         assert not perturbed("mask", seen, ASKED[0].image, random.Random(0)).environment
-
-
-# Perturbed plays
 
 
 def cell_of(sample):
@@ -505,21 +488,18 @@ def test_going_on_from_the_middle_is_exact(policy):
 
 
 def test_where_there_is_no_room_the_trajectory_leaves_that_lie_and_is_counted(policy):
-    def whole(policy, t):
-        return saying("x") if t.turns else crop_turn(" look", (0, 0, 200, 256))
-
+    large = crop_turn(" look", (0, 0, 200, 256))
+    whole = lambda policy, t: saying("x") if t.turns else large  # noqa: E731
     study = studied(policy, whole, names=["random", "mask"])["toy"]
-    possible = study["random"]["possible"]
-    assert (possible.numerator, possible.denominator) == (0, 3)
+    assert study["random"]["possible"] == Rate(0, 3, (0.0, 0.0))
     assert study["random"]["accuracy"].denominator == study["random"]["clean"].denominator == 0
     assert study["mask"]["possible"].value == 1
 
 
 def test_only_search_questions_with_a_picture_are_perturbed(policy):
-    def reply(policy, t):
-        neutral = t.sample.kind == "neutral" and not t.turns
-        return crop_turn(" look", CUT) if neutral else saying("x")
-
+    look = crop_turn(" look", CUT)
+    idle = lambda t: t.turns or t.sample.kind == "search"  # noqa: E731
+    reply = lambda policy, t: SHORT if idle(t) else look  # noqa: E731
     assert studied(policy, reply, [*ASKED, *DIRECT]) == {}
     assert "nothing to perturb" in perturb_table({})
 
@@ -549,35 +529,21 @@ def test_an_unknown_perturbation_and_a_warm_policy_are_refused(policy):
 
 
 def test_no_sandbox_outlives_an_error(policy, monkeypatch):
-    (t,), live = played(policy, reads, ASKED[:1]), []
-
-    class Watched(faithfulness.Sandbox):
-        def __init__(self, *args):
-            live.append(self)
-            super().__init__(*args)
-
-        def close(self):
-            assert self in live
-            live.remove(self)
-            super().close()
-
-    monkeypatch.setattr(faithfulness, "Sandbox", Watched)
-    monkeypatch.setattr(faithfulness, "play_on", lambda *args: len(live) == 2 and 1 / 0)
+    (t,), closed, close = played(policy, reads, ASKED[:1]), [], faithfulness.Sandbox.close
+    closing = lambda self: closed.append(self) or close(self)  # noqa: E731
+    monkeypatch.setattr(faithfulness.Sandbox, "close", closing)
+    monkeypatch.setattr(faithfulness, "play_on", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         play_perturbed(policy, [(t, 0), (t, 0)], "mask", GREEDY, seed=0)
-    assert not live
+    assert len({*closed}) == 2
 
 
 # Laws
 
 scores = st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.0, -1.0, None]), max_size=4)
-some = st.lists(
-    st.builds(
-        lambda scores, correct, search: made(*scores, correct=correct, search=search),
-        scores, st.booleans(), st.booleans(),
-    ),
-    max_size=12,
-)  # fmt: skip
+one = st.builds(lambda scores, right, search: made(*scores, correct=right, search=search),
+                scores, st.booleans(), st.booleans())  # fmt: skip
+some = st.lists(one, max_size=12)
 
 
 @given(some)
@@ -592,12 +558,9 @@ def test_the_three_rates_partition_the_questions(findings):
 @given(some)
 def test_conditional_times_accuracy_is_the_headline(findings):
     counts = count([f for f in findings if None not in f.scores])
-    headline = counts["faithful_and_correct"].value
-    conditional, share = counts["faithful_given_correct"], counts["search_accuracy"]
-    if conditional.value is not None:
-        assert conditional.value * share.value == pytest.approx(headline)
-    else:
-        assert not headline
+    names = ("faithful_given_correct", "search_accuracy", "faithful_and_correct")
+    conditional, share, headline = (counts[name].value or 0.0 for name in names)
+    assert conditional * share == pytest.approx(headline)
 
 
 @given(some.filter(bool), st.data())

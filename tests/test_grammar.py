@@ -28,9 +28,6 @@ def qwen(standin_folder):
     return rollout.load_policy(standin_folder, weights=False)
 
 
-# --- the law -----------------------------------------------------------------------------------
-
-
 @settings(max_examples=200)
 @given(texts, texts, st.booleans(), st.booleans())
 @example("<code>print('a</code>\n'</code>", "", False, False)  # the new line says: no string
@@ -116,8 +113,6 @@ def test_tag_soup_keeps_every_token_where_it_was_and_turns_tiled(policy, samples
     assert [end.code for end in read] == [turn.code for turn in t.turns[:-1]]
 
 
-# --- one by one --------------------------------------------------------------------------------
-
 THOUGHTS = [
     "<think>I must end with <answer> and </answer> tags. It is vertical.</think>",
     "<think>maybe <answer>checker</answer> no</think>",
@@ -127,15 +122,10 @@ THOUGHTS = [
     "<think>A <think> in a <think>: <answer>A or B</answer></answer></think>",
 ]
 LINES = [
-    "print('</answer>')",
-    "print('</code>')",
-    '"""\nends with </code>, it\'s said\n"""',
-    "print('it\\'s </code>')",
-    "# then <answer>B</answer>",
-    "# it's <answer>B</answer>, isn't it",
-    "print('<think>')",
-    "print(f'<code></code> {1}', r'\\d</answer>', b'</code>')",
-]
+    "print('</answer>')", "print('</code>')", '"""\nends with </code>, it\'s said\n"""',
+    "print('it\\'s </code>')", "# then <answer>B</answer>", "# it's <answer>B</answer>, isn't it",
+    "print('<think>')", "print(f'<code></code> {1}', r'\\d</answer>', b'</code>')",
+]  # fmt: skip
 
 
 def test_words_of_thoughts_and_of_strings_and_comments_in_code_end_nothing_in_play(policy, samples):
@@ -168,8 +158,7 @@ def test_words_of_thoughts_and_of_strings_and_comments_in_code_end_nothing_in_pl
     ("<think><code>'a</think><answer>B</answer>", None, None),  # the string may go on
     ("<think><code>'a</think><answer>B</answer>\n", None, "B"),
     ("<think><code>'</think>'</code>", "'</think>'", None),
-    ("a</code><answer>B</answer>", None, None),
-    ("a</answer><answer>B</answer>", None, None),
+    ("a</code><answer>B</answer>", None, None), ("a</answer><answer>B</answer>", None, None),
 ])  # fmt: skip
 def test_what_is_decided_and_what_is_still_open(text, code, answer):
     assert parse(text, closed=False) == (code, answer)
@@ -179,19 +168,14 @@ def test_what_is_decided_and_what_is_still_open(text, code, answer):
     ("<think>a <answer>B</answer>", None, "B"),
     ("<think>a <answer>A</answer>? no: <answer>B</answer> \n", None, "B"),
     ("<think>maybe <answer>A</answer>, maybe not", None, None),  # words of a thought
-    ("<think>a</code> <answer>B</answer>", None, "B"),
-    ("<think>a <code>1", "1", None),
+    ("<think>a</code> <answer>B</answer>", None, "B"), ("<think>a <code>1", "1", None),
     ("<code>print('a</code>", "print('a", None),  # the line ends with the message
     ("<think><code>'a</think><answer>B</answer>", None, "B"),
     ("<think>a</think><code>'''1", "'''1", None),
-    ("<think>a", None, None),
-    ("", None, None),
+    ("<think>a", None, None), ("", None, None),
 ])  # fmt: skip
 def test_what_an_ended_message_is_forgiven(text, code, answer):
     assert ending(text, closed=True)[:2] == (code, answer)
-
-
-# --- its cost ----------------------------------------------------------------------------------
 
 
 def test_a_row_is_read_only_when_its_newest_token_may_end_it(qwen, monkeypatch):
