@@ -425,7 +425,9 @@ def test_what_is_known_does_not_wait_for_what_is_asked():
     '<think>so {"score": 1}?</think>\n{"score": 0}', 'so {"score": 1}?</think>{"score": 0}',
     '<think>a</think><think>{"score": 1}</think>{"score": 0}',
     '<THINKING>1</THINKING>{"score": 0}', '[THINK]{"score": 1}[/THINK]{"score": 0}',
-    '◁think▷{"score": 1}◁/think▷{"score": 0}', r'As \frac{1}{2} = {0.5}, it is {"score": 0}',
+    '◁think▷{"score": 1}◁/think▷{"score": 0}',
+    '<|channel|>analysis<|message|>{"score": 1}<|channel|>final<|message|>{"score": 0}',
+    r'As \frac{1}{2} = {0.5}, it is {"score": 0}',
 ])  # fmt: skip
 def test_the_object_after_any_thought_is_found(text):
     assert json_object(text) == {"score": 0}
@@ -443,7 +445,7 @@ def test_an_object_is_given_whole():
     '{"score": 1} {"score": 1.0}', '{"more": {"score": 1}, "score": 0', '{"a": {"score": 1},}',
     '{"a": {"score": 0, "score": 1}}', '<think>perhaps {"score": 1}', '{"a":' * 5000,
     '<think>a</think>{"score": 0}</think>', '<think>{"score": 0}</think>', "[" * 5000,
-    '{"score": ' + "1" * 5000 + "}",
+    '{"score": ' + "1" * 5000 + "}", '<|channel|>analysis<|message|>{"score": 1}',
 ])  # fmt: skip
 def test_what_is_no_single_object_is_refused_and_shown(text):
     with pytest.raises(ValueError, match="expected one JSON object; got") as told:
