@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from conftest import GOOD, IMAGE, SEARCH, WRONG
 from PIL import Image
 
 import beyond.agents
@@ -11,7 +12,7 @@ import evaluate
 from beyond.agents import read_foreign
 from faithfulness import Rate, count, finding
 from rewards import hand_made
-from test_faithfulness import GOOD, IMAGE, SEARCH, WRONG, scored
+from test_faithfulness import scored
 
 
 @pytest.fixture

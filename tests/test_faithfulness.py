@@ -343,7 +343,7 @@ def test_no_room_and_no_box_cannot_be_told_as_random():
 
 
 def cell_of(sample):
-    x0, y0 = (x // CELL * CELL for x in sample.boxes[0][:2])
+    x0, y0 = (x // CELL * CELL for x in (*sample.boxes, (0, 0))[0][:2])  # neutral: a1
     return x0, y0, x0 + CELL, y0 + CELL
 
 
@@ -377,21 +377,22 @@ def speaking(reply):
 
 
 def played(policy, reply, samples=ASKED, rules=GREEDY):
-    """Their only rollouts."""
+    """Their only rollouts, and what these earn."""
     with speaking(reply):
-        return [t for (t,) in play(policy, list(samples), 1, rules)]
+        trajectories = [t for (t,) in play(policy, list(samples), 1, rules)]
+    return trajectories, scored(trajectories)
 
 
 def studied(policy, reply, samples=ASKED, names=PERTURBATIONS, rewards=None):
     """Table 6 of a policy."""
-    trajectories = played(policy, reply, samples)
+    trajectories, paid = played(policy, reply, samples)
     with speaking(reply):
-        return perturb(policy, trajectories, rewards or scored(trajectories), GREEDY, names)
+        return perturb(policy, trajectories, rewards or paid, GREEDY, names)
 
 
 def again(policy, reply, name, samples=ASKED[:1], i=0, rules=GREEDY):
     """A play, and its copy that is told something else from turn i on."""
-    (t,) = played(policy, reply, samples, rules)
+    (t,), _ = played(policy, reply, samples, rules)
     with speaking(reply):
         return t, *play_perturbed(policy, [(t, i)], name, rules, seed=0)
 
@@ -529,7 +530,8 @@ def test_an_unknown_perturbation_and_a_warm_policy_are_refused(policy):
 
 
 def test_no_sandbox_outlives_an_error(policy, monkeypatch):
-    (t,), closed, close = played(policy, reads, ASKED[:1]), [], faithfulness.Sandbox.close
+    (t,), _ = played(policy, reads, ASKED[:1])
+    closed, close = [], faithfulness.Sandbox.close
     closing = lambda self: closed.append(self) or close(self)  # noqa: E731
     monkeypatch.setattr(faithfulness.Sandbox, "close", closing)
     monkeypatch.setattr(faithfulness, "play_on", lambda *args: 1 / 0)
