@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_audit.py      about 12 s: judges that cannot be trusted are named"""
+"""python -m pytest tests/test_audit.py      judges that cannot be trusted are named"""
 
 import itertools
 import math
@@ -75,42 +75,28 @@ def test_the_confusion_table_by_hand(toy):
     assert all(a < b for a, b in zip(ends[1::2], ends[2::2]))  # steps of one area stay together
     flipped = rows(audit(toy, lambda *asked: 1.0 - BoxJudge(0.5, (0, 0))(*asked)))
     assert flipped["all"][1:] == ["0", "12", "24", "0", "-0.80"]
-
-
-def test_kappa_by_hand():
     assert kappa(20, 5, 10, 15) == pytest.approx(0.4)  # .7 agree, .5 by chance
-    assert kappa(5, 0, 0, 5) == 1.0
     assert math.isnan(kappa(9, 0, 0, 0)) and math.isnan(kappa(0, 0, 0, 0))
 
 
-@pytest.mark.parametrize(
-    "judge, why",
-    [
-        (lambda r, labels: 1.0, "it scores 'whole image' 1.00, not at most 0.10"),
-        (
-            lambda r, labels: float(bool(r.boxes[0])) * (r.boxes != ((0, 0, 256, 256),)),
-            "'random crop' 1.00",
-        ),
-        (
-            lambda r, labels: 1.0 if None in r.boxes else BoxJudge()(r, labels),
-            "'answer written on it' 1.00",
-        ),
-        (
-            lambda r, labels: 1.0 if None in r.boxes else BoxJudge()(r, labels),
-            "'orders to the judge' 1.00",
-        ),
-        (lambda r, labels: None, "'collage of 9 crops' nan"),
-    ],
-)
+def pays_for_drawings(request, labels):
+    return 1.0 if None in request.boxes else BoxJudge()(request, labels)
+
+
+@pytest.mark.parametrize("judge, why", [
+    (lambda r, labels: 1.0, ["it scores 'whole image' 1.00, not at most 0.10"]),
+    (lambda r, labels: float(r.boxes[0] not in (None, (0, 0, 256, 256))), ["'random crop' 1.00"]),
+    (pays_for_drawings, ["'answer written on it' 1.00", "'orders to the judge' 1.00"]),
+    (lambda r, labels: None, ["'collage of 9 crops' nan"]),
+])  # fmt: skip
 def test_a_judge_that_pays_for_nothing_is_called_unusable(toy, judge, why):
     text = audit(toy, judge)
-    assert "UNUSABLE" in text and why in text
+    assert "UNUSABLE" in text and all(words in text for words in why)
 
 
 def test_no_verdicts_are_counted_beside_the_others(toy):
-    deaf = itertools.cycle([True, False])  # of nine looks at 12 questions each second one
-    got = rows(audit(toy, lambda *asked: None if next(deaf) else BoxJudge()(*asked)))
-    assert got["random crop"][:2] == ["12", "6"]
+    deaf = itertools.cycle([None, 1.0])  # of nine looks at 12 questions each second one
+    assert rows(audit(toy, lambda *asked: next(deaf)))["random crop"][:2] == ["12", "6"]
 
 
 def test_tenths_of_the_steps_where_all_areas_differ(toy):
@@ -133,8 +119,8 @@ def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monke
     assert "3 questions" in capsys.readouterr().out
     asked = []
 
-    def served(url, model, **more):
-        asked.append((url, model, more))
+    def served(*where, **more):
+        asked.append((*where, more))
         return lambda request, labels: 1.0
 
     monkeypatch.setattr(beyond.audit, "ChatJudge", served)

@@ -40,18 +40,15 @@ def test_a_figure_shows_how_sure_a_rate_is(tmp_path):
     assert none < narrow < wide
 
 
-@pytest.mark.parametrize("text, message", [
-    (None, "No such file or directory: '{}/summary.json'"),
-    ("{", "{}/summary.json is damaged"),
-    ("{}", "{}/summary.json is damaged"),
-])  # fmt: skip
-def test_what_is_no_run_is_refused_in_a_sentence(text, message, tmp_path, capsys):
-    if text is not None:
-        (tmp_path / "summary.json").write_text(text)
-    with pytest.raises(SystemExit) as ended:
-        main(["--compare", str(tmp_path)])
-    assert ended.value.code == 2
-    assert message.format(tmp_path) in capsys.readouterr().err
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, capsys):
+    file = tmp_path / "summary.json"
+    said = {None: f"No such file or directory: '{file}'"}
+    for text, message in (said | dict.fromkeys(["{", "{}"], f"{file} is damaged")).items():
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            main(["--compare", str(tmp_path)])
+        assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_runs_are_shown_side_by_side_on_the_samples_they_share(policy, samples, tmp_path, capsys):

@@ -1,12 +1,13 @@
-"""python -m pytest tests/test_evaluate.py      about 25 s, and 25 s more for the two processes"""
+"""python -m pytest tests/test_evaluate.py      play, keep, go on, measure: evaluate.py"""
 
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
-import sys
+import socket
+import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,24 +16,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ANSWER, FAIL, LOOK, PRINT, RULES, SHORT, scripted
+from accelerate import PartialState
+from conftest import ANSWER, FAIL, LOOK, RULES, SHORT, scripted
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 import evaluate as module
 from data import USUAL_TEXTURE, Sample, toy_questions
 from evaluate import (
-    curves,
-    evaluate,
-    fingerprint,
-    judges_of,
-    load_bench,
-    load_toy,
-    main,
-    measure,
-    read_trajectories,
-    table,
-    write_trajectories,
-)
+    curves, evaluate, fingerprint, judges_of, load_bench, load_toy, main, measure,
+    read_trajectories, table, write_trajectories,
+)  # fmt: skip
 from kit.records import file_of
 from kit.tables import Lazy
 from rewards import BoxJudge, ChatJudge, Reward, grade
@@ -42,23 +37,15 @@ from test_benchmarks import ROWS, encoded, write_tsv
 
 ROOT = Path(module.__file__).parent
 FILE = "trajectories.jsonl"
+COLD = replace(RULES, temperature=0.0)
 
 
 def write(trajectories, rewards, folder):
     write_trajectories(folder / FILE, trajectories, rewards)
 
 
-def in_memory(trajectories):
-    """Pictures as PIL's plain images, which compare by their pixels."""
-    for t in trajectories:
-        object.__setattr__(t.sample, "image", plain(t.sample.image))
-        for step in t.tool_turns:
-            step.observation.images = list(map(plain, step.observation.images))
-    return trajectories
-
-
-def plain(image):
-    return Image.frombytes(image.mode, image.size, image.tobytes())
+def lines_in(folder):
+    return [json.loads(line) for line in (folder / FILE).open()]
 
 
 TARGET = (76, 140, 120, 184)
@@ -78,21 +65,15 @@ def episode(sample=SAMPLE, *turns, answer="checker", scores=(), right=1.0):
     return trajectory, Reward(right, sum(filter(None, scores)), 0.0, tuple(scores), right)
 
 
-def looked(box=(64, 128, 128, 192), **more):
-    crop = IMAGE.crop(box)
-    return (
-        LOOK,
-        "image.crop(...)",
-        Observation(images=[crop], boxes=[box], sources=["crop"], **more),
-    )
+def looked(box=(64, 128, 128, 192)):
+    seen = Observation(images=[IMAGE.crop(box)], boxes=[box], sources=["crop"])
+    return LOOK, "image.crop(...)", seen
 
 
 def worked_example():
     """One of each: a good look, an error and a picture that is no crop, and a guess."""
-    figure = Observation(
-        text="12\n", images=[IMAGE.resize((40, 30))], boxes=[None], sources=["figure"],
-        notes=["plt.show() was kept"], seconds=0.25,
-    )  # fmt: skip
+    figure = Observation(text="12\n", images=[IMAGE.resize((40, 30))], boxes=[None])
+    figure.sources.append("figure")
     error = Observation(error="ValueError: outside", red_lines=["invalid_coords"])
     answered = (ANSWER, None, None)
     lettered = replace(SAMPLE, id="two", options=("checker", "diagonal"), kind="neutral")
@@ -102,7 +83,7 @@ def worked_example():
                 answer=None, scores=(-1.0, None), right=0.0),
         episode(SAMPLE, answered),
     ]  # fmt: skip
-    return [t for t, _ in pairs], [r for _, r in pairs]
+    return tuple(zip(*pairs))
 
 
 @pytest.fixture(autouse=True)
@@ -124,28 +105,11 @@ def asked(monkeypatch):
 
 
 def test_the_toy_has_half_as_many_questions_against_its_prior_and_repeats_exactly():
-    samples = load_toy(n=12, seed=3)
+    samples, again, other = load_toy(n=12, seed=3), load_toy(n=12, seed=3), load_toy(n=12, seed=4)
     against = [s for s in samples if s.against_prior]
-    assert len(samples) == 18 and len(against) == 6
-    assert len({s.id for s in samples}) == 18
-    usual = [USUAL_TEXTURE[s.question.split()[5]] for s in against]
-    assert all(s.answer != texture for s, texture in zip(against, usual))
-    assert [s.answer for s in samples] == [s.answer for s in load_toy(n=12, seed=3)]
-    assert [s.answer for s in samples] != [s.answer for s in load_toy(n=12, seed=4)]
-
-
-def test_evaluate_plays_each_sample_once_scores_each_step_and_keeps_the_episodes(
-    policy, samples, tmp_path
-):
-    scripts, rules = [[LOOK, ANSWER], [FAIL, PRINT, SHORT], [SHORT]], replace(RULES, turns=2)
-    with scripted(policy, scripts):
-        metrics, played, _ = evaluate(policy, samples[:3], BoxJudge(), rules=rules, out=tmp_path)
-    assert [t.sample.id for t in played] == [s.id for s in samples[:3]]
-    assert metrics["n"] == 3
-    kept, rewards = read_trajectories(tmp_path / FILE)
-    assert [len(r.scores) for r in rewards] == [1, 2, 0]
-    assert [t.answer for t in kept] == ["checker", None, "red"]
-    assert kept[1].ended == "turns"
+    assert len(against) == 6 and len({s.id for s in samples}) == len(samples) == 18
+    assert all(s.answer != USUAL_TEXTURE[s.question.split()[5]] for s in against)
+    assert [s.answer for s in samples] == [s.answer for s in again] != [s.answer for s in other]
 
 
 def test_sampling_repeats_with_its_seed_and_leaves_the_random_numbers_of_training_alone(
@@ -168,45 +132,74 @@ def test_evaluating_nothing_is_refused(policy):
 
 def test_questions_against_the_prior_count_for_one_number_only():
     against = replace(SAMPLE, against_prior=True)
-    pairs = [
-        episode(SAMPLE, looked(), scores=(1.0,)),
-        episode(SAMPLE, right=0.0),
-        episode(against, right=0.0),
-        episode(against, looked(), scores=(1.0,)),
-        episode(against, right=0.0),
-        episode(against, right=0.0),
-    ]
-    metrics = measure([t for t, _ in pairs], [r for _, r in pairs])
-    assert metrics["n"] == 2 and metrics["accuracy"] == 0.5 and metrics["faithful"] == 0.5
-    assert metrics["ood_accuracy"] == 0.25
-    assert "ood_accuracy" not in measure(*map(list, zip(*pairs[:2])))
+    good = dict(scores=(1.0,))
+    pairs = [episode(SAMPLE, looked(), **good), episode(SAMPLE, right=0.0)]
+    pairs += [episode(against, right=0.0)] * 3 + [episode(against, looked(), **good)]
+    metrics = measure(*zip(*pairs))
+    assert metrics["n"] == 2 and metrics["accuracy"] == metrics["faithful"] == 0.5
+    assert metrics["ood_accuracy"] == 0.25 and metrics["ood_given_faithful"] == 1.0
+    assert "ood_accuracy" not in measure(*zip(*pairs[:2]))
 
 
 # --- the file of episodes --------------------------------------------------------------------
 
+WORDS = st.text(max_size=9) | st.just("\u2028 \ud800 \x00 ' \" </script>")  # a lone surrogate too
+LISTS, MAYBE = st.lists(WORDS, max_size=2), st.none() | WORDS
+BOXES = st.none() | st.sampled_from([(64, 128, 128, 192), (0, 0, 256, 256)])
 
-def test_trajectories_come_back_as_they_were_written(tmp_path):
-    trajectories, rewards = worked_example()
-    told = {"source": "hrbench4k", "part": "FSP", "cycle": "2", "against_prior": True}
-    trajectories[0].sample = replace(SAMPLE, **told, rule=str.endswith)  # a rule is not written
-    trajectories[0].turns[0].text += "\u2028 \ud800 \x00 ' \" </script>"  # lone surrogate and all
-    write(trajectories, rewards, tmp_path / "here")
-    (tmp_path / "here").rename(tmp_path / "there")  # a folder may be moved, or sent to somebody
-    back, rewards_back = read_trajectories(tmp_path / "there" / "trajectories.jsonl")
-    trajectories[0].sample = replace(trajectories[0].sample, rule=None)
-    assert in_memory(list(back)) == trajectories  # pictures too: PIL compares their pixels
-    assert rewards_back == rewards
+
+@st.composite
+def episodes(draw):
+    """A trajectory with any texts, any looks and any tokens, and its reward."""
+    texts = {name: draw(WORDS) for name in ("question", "answer", "source", "part", "cycle")}
+    boxes, against = draw(st.sampled_from([(), (TARGET,)])), draw(st.booleans())
+    texts["options"] = tuple(draw(LISTS))
+    sample = replace(SAMPLE, **texts, boxes=boxes, against_prior=against)
+    turns, scores = [], []
+    for code in draw(st.lists(MAYBE, max_size=3)):
+        boxes = draw(st.lists(BOXES, max_size=2))
+        shown = dict(images=[IMAGE.crop(box or (0, 0, 9, 9)) for box in boxes], boxes=boxes)
+        shown |= dict(text=draw(WORDS), sources=["crop" if box else "figure" for box in boxes])
+        shown |= dict(error=draw(MAYBE), environment=draw(MAYBE), notes=draw(LISTS), seconds=0.25)
+        turns.append((draw(WORDS), code, None if code is None else Observation(**shown)))
+        scores += [draw(st.sampled_from([None, -1.0, 0.5, 1.0]))] * (code is not None)
+    right = draw(st.sampled_from([None, 0.0, 1.0]))
+    trajectory, reward = episode(sample, *turns, answer=draw(MAYBE), scores=scores, right=right)
+    return replace(trajectory, acted=draw(st.lists(st.booleans(), max_size=9))), reward
+
+
+@given(st.lists(episodes(), max_size=3))
+def test_trajectories_survive_their_file_wherever_its_folder_moves(pairs):
+    def plain(image):  # PIL's plain images compare by their pixels
+        return Image.frombytes(image.mode, image.size, image.tobytes())
+
+    def in_memory(t):
+        for turn in t.tool_turns:
+            turn.observation.images = [*map(plain, turn.observation.images)]
+        return replace(t, sample=replace(t.sample, image=plain(t.sample.image)))
+
+    trajectories, rewards = [t for t, _ in pairs], [reward for _, reward in pairs]
+    with tempfile.TemporaryDirectory() as folder:
+        here, there = Path(folder) / "here", Path(folder) / "there"
+        write(trajectories, rewards, here)
+        here.rename(there)
+        back, paid = read_trajectories(there / FILE)
+        assert [*map(in_memory, back)] == [*map(in_memory, trajectories)] and paid == rewards
+        for line, t, reward in zip(lines_in(there), trajectories, rewards, strict=True):
+            assert line["correct"] is (None if reward.answer is None else reward.answer == 1)
+            turns, own = zip(line["steps"], t.turns, strict=True), iter(reward.scores)
+            assert all(a["score"] == (b.observation and next(own)) for a, b in turns)
+            assert all(a != b for (a, _), (b, _) in itertools.pairwise(line["acted"]))
 
 
 def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
-    write(*worked_example(), tmp_path)
-    first, second, third = map(json.loads, (tmp_path / FILE).open())
+    trajectories, rewards = worked_example()
+    trajectories[0].sample = replace(SAMPLE, rule=str.endswith)  # it is code, and is not written
+    write(trajectories, rewards, tmp_path)
+    first, second, third = lines_in(tmp_path)
     documented = re.findall(r"^    ([a-z]+)  +", module.__doc__, re.MULTILINE)
     assert set(first) == {*documented, "prompt", "prompt_images"}
     assert first["sample"]["boxes"] == [list(TARGET)] and first["sample"]["answer"] == "checker"
-    assert [step["score"] for step in first["steps"]] == [1.0, None]
-    assert [step["score"] for step in second["steps"]] == [-1.0, None]
-    assert (first["correct"], second["correct"]) == (True, False)
     assert [x["look"] for x in (first, second, third)] == ["faithful", "unfaithful", "no tool"]
     assert [x["failed"] for x in (first, second, third)] == [0, 1, 0]
     named = re.search(r"sample    (.*?)\. Its bench", module.__doc__, re.DOTALL)[1]
@@ -214,7 +207,6 @@ def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
     assert first["acted"] == [[False, 30], [True, 10], [False, 5], [True, 10], [False, 5]]
     crop = tmp_path / first["steps"][0]["observation"]["images"][0]
     assert Image.open(crop).size == (64, 64)
-    assert second["steps"][0]["observation"]["red_lines"] == ["invalid_coords"]
 
 
 def test_each_trajectory_needs_its_reward(tmp_path):
@@ -224,57 +216,22 @@ def test_each_trajectory_needs_its_reward(tmp_path):
     assert not (tmp_path / FILE).exists()
 
 
-def test_a_verdict_that_is_missing_is_null(tmp_path):
-    pairs = [episode(right=right) for right in (1.0, 0.0, None)]
-    write(*zip(*pairs), tmp_path)
-    lines = map(json.loads, (tmp_path / FILE).open())
-    assert [line["correct"] for line in lines] == [True, False, None]
-
-
-@pytest.mark.parametrize("line", ["{", "{}", "[]", "[" * 99_999, '{"sample": 1, "reward": {}}'])
-def test_a_line_that_is_no_trajectory_is_named(line, tmp_path):
+@pytest.mark.parametrize("field", ["reward", "sample", "steps", "acted"])
+def test_a_line_that_lacks_a_field_is_named(field, tmp_path):
     write(*worked_example(), tmp_path)
-    file = tmp_path / FILE
-    file.write_text(file.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=r"jsonl, line 4: expected an episode as evaluate.py desc"):
-        read_trajectories(file)
-
-
-@pytest.mark.parametrize("field", ["steps", "acted"])
-def test_a_line_that_lacks_a_field_is_named_when_it_is_read(field, tmp_path):
-    write(*worked_example(), tmp_path)
-    file = tmp_path / FILE
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = lines_in(tmp_path)
     del lines[1][field]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ValueError, match=f"jsonl, line 2: .*KeyError: '{field}'"):
-        list(read_trajectories(file)[0])
+    (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=f"jsonl, line 2: expected an .*KeyError: '{field}'"):
+        list(read_trajectories(tmp_path / FILE)[0])
 
 
-def test_a_file_is_read_as_far_as_one_asks_and_may_be_empty_but_not_missing(tmp_path):
+def test_a_file_is_read_as_far_as_one_asks_but_must_be_there(tmp_path):
     write(*worked_example(), tmp_path)
     trajectories, rewards = read_trajectories(tmp_path / FILE, first=2)
     assert [t.sample.id for t in trajectories] == ["one", "two"] and len(rewards) == 2
-    write([], [], tmp_path)
-    assert list(map(list, read_trajectories(tmp_path / FILE))) == [[], []]
     with pytest.raises(FileNotFoundError, match="none/trajectories.jsonl"):
         read_trajectories(tmp_path / "none" / FILE)
-
-
-def test_a_turn_without_code_has_no_score_even_between_turns_that_have_one(tmp_path):
-    turns = [looked(), ("<think>So.</think>", None, None), looked()]
-    trajectory, reward = episode(SAMPLE, *turns, scores=(1.0, 0.5))
-    write([trajectory], [reward], tmp_path)
-    line = json.loads((tmp_path / FILE).read_text())
-    assert [step["score"] for step in line["steps"]] == [1.0, None, 0.5]
-
-
-def test_runs_of_tokens_unroll_to_the_tokens(tmp_path):
-    for acted in ([], [True], [False] * 3, [True, False, False, True, True]):
-        write([replace(episode()[0], acted=acted)], [Reward(1.0, 0.0, 0.0)], tmp_path)
-        runs = json.loads((tmp_path / FILE).read_text())["acted"]
-        assert all(a != b for (a, _), (b, _) in itertools.pairwise(runs))
-        assert read_trajectories(tmp_path / FILE)[0][0].acted == acted
 
 
 # --- table and figures -----------------------------------------------------------------------
@@ -295,18 +252,15 @@ def test_the_table_is_aligned_and_leaves_empty_what_was_not_measured():
     assert table({}) == ""
 
 
+FULL = dict(accuracy=0.9, tool_use=0.5, faithful=0.1, answer=0.9, tools=-0.2, format=0.0)
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize(
-    "log",
-    [
-        [],
-        [{"step": 1, "loss": 0.5}],
-        [{"step": 1, "accuracy": 0.5, "answer": 0.5}, {"step": 2, "accuracy": None}],
-        [{"step": 1, "faithful": None}],
-        [{"step": s, "accuracy": 0.9, "tool_use": 0.5, "faithful": s / 40, "answer": 0.9,
-          "tools": -0.2, "format": 0.0} for s in range(40)],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("log", [
+    [], [{"step": 1, "loss": 0.5}], [{"step": 1, "faithful": None}],
+    [{"step": 1, "accuracy": 0.5, "answer": 0.5}, {"step": 2, "accuracy": None}],
+    [{"step": step} | FULL for step in range(40)],
+])  # fmt: skip
 def test_curves_are_drawn_from_whatever_was_logged(log, tmp_path):
     curves(log, tmp_path / "curves.png")
     assert Image.open(tmp_path / "curves.png").size == (720, 600)
@@ -321,8 +275,7 @@ def test_every_curve_can_be_told_apart_without_colour():
 
 
 def test_a_tsv_is_loaded_lazily_and_its_bad_row_is_named(tmp_path):
-    row = ROWS["hrbench, tsv"][1]
-    broken = encoded(size=(9000, 3000))[:6000]
+    row, broken = ROWS["hrbench, tsv"][1], encoded(size=(9000, 3000))[:6000]
     rows = [row | {"index": i, "image": cell} for i, cell in enumerate((row["image"], broken))]
     samples = load_bench("hrbench4k", write_tsv(tmp_path / "hr.tsv", rows))
     assert len(samples) == 2  # the broken picture was not looked at
@@ -352,10 +305,9 @@ def test_vstar_has_its_boxes_in_corners(tmp_path):
     questions.write_text(json.dumps(row) + "\n")
     for where in (tmp_path, questions):
         sample = load_bench("vstar", where)[0]
-        assert sample.boxes == ((10, 20, 40, 26), (0, 0, 2, 1))
+        assert sample.boxes == ((10, 20, 40, 26), (0, 0, 2, 1)) and sample.answer == "A"
         assert sample.options == ("red (dark)", "blue") and sample.question == "What color?"
         assert (sample.source, sample.part) == ("vstar", "direct_attributes")
-        assert sample.answer == "A"
     (folder / "sa_1.json").unlink()
     with pytest.raises(ValueError, match=r"row 0, image: expected its boxes in .*sa_1\.json"):
         load_bench("vstar", tmp_path)
@@ -369,18 +321,16 @@ def test_a_benchmarks_own_rule_decides_what_is_right(policy, tmp_path):
     assert grade("No", samples[0], BoxJudge()) == 1 and grade("No " * 400, samples[0], None) == 0
     said = ["<answer>no , red</answer>"], ["<answer>red</answer>"], [LOOK, LOOK]
     with scripted(policy, list(said)):
-        rules = replace(RULES, turns=2, temperature=0.0)
+        rules = replace(COLD, turns=2)
         metrics, _, rewards = evaluate(policy, samples, BoxJudge(), rules=rules)
     assert [reward.answer for reward in rewards] == [1.0, 0.0, 0.0]
     assert metrics["score"] == pytest.approx(1 / 3)
 
 
 def test_the_summary_has_the_benchmarks_own_score_and_leaves_out_what_nobody_graded():
-    image = Image.new("RGB", (8, 8))
-    trajectories = [
-        Trajectory(Sample(str(i), image, "?", "1", kind="neutral", source="vlmblind", part=part))
-        for i, part in enumerate(("a", "a", "b", "b"))
-    ]
+    own = dict(image=Image.new("RGB", (8, 8)), question="?", answer="1", kind="neutral")
+    parts = enumerate(("a", "a", "b", "b"))
+    trajectories = [Trajectory(Sample(str(i), **own, source="vlmblind", part=p)) for i, p in parts]
     rewards = [Reward(answer, 0.0, 0.0) for answer in (1.0, 0.0, 1.0, None)]
     metrics = measure(trajectories, rewards)
     assert metrics["n"] == 3 and metrics["ungraded"] == 1 and metrics["accuracy"] == 2 / 3
@@ -405,51 +355,49 @@ def episodes_in(folder):
     return re.sub(r'"seconds": [\d.e-]+', '"seconds": 0', text).splitlines()
 
 
-def run(policy, samples, out, scripts=None, **more):
-    with scripted(policy, scripts or SCRIPTS):
-        rules = replace(RULES, temperature=0.0)
-        return evaluate(policy, samples, BoxJudge(), rules=rules, out=out, wave=2, **more)[0]
+def run(policy, samples, out, scripts=SCRIPTS, **more):
+    with scripted(policy, scripts):
+        return evaluate(policy, samples, BoxJudge(), rules=COLD, out=out, wave=2, **more)[0]
 
 
-def test_waves_change_no_number_and_keep_nothing_in_memory(policy, samples, tmp_path, asked):
-    rules = replace(RULES, max_new_tokens=8)
-    whole = evaluate(policy, samples[:5], BoxJudge(), rules=rules)
-    parts = evaluate(policy, samples[:5], BoxJudge(), rules=rules, out=tmp_path, wave=2)
-    assert parts[0] == whole[0] and parts[2] == whole[2] and isinstance(parts[1], Lazy)
-    assert [t.ids for t in parts[1]] == [t.ids for t in whole[1]]
-    assert asked == [s.id for s in samples[:5]] * 2
-
-
-@pytest.mark.parametrize("kept", [(), (0,), (1,), (0, 2), (0, 1, 2)])
-def test_a_killed_evaluation_goes_on_and_ends_as_if_it_had_not_been(
-    kept, policy, samples, tmp_path, asked
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_waves_change_no_number_and_keep_nothing_in_memory(
+    rollouts, policy, samples, tmp_path, asked
 ):
+    """With sampling."""
+    how = dict(rules=replace(RULES, max_new_tokens=8), rollouts=rollouts)
+    whole = evaluate(policy, samples[:5], BoxJudge(), **how)
+    for wave in (1, 2, 4):
+        out = tmp_path / str(wave)
+        parts = evaluate(policy, samples[:5], BoxJudge(), out=out, wave=wave, **how)
+        assert parts[0] == whole[0] and parts[2] == whole[2] and isinstance(parts[1], Lazy)
+        assert [t.ids for t in parts[1]] == [t.ids for t in whole[1]]
+    assert asked == [s.id for s in samples[:5]] * 4
+
+
+def test_a_killed_evaluation_goes_on_and_ends_as_if_it_had_not_been(
+    policy, samples, tmp_path, asked
+):
+    """Whichever waves are there already, of one process or of several."""
     whole = run(policy, samples[:5], tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    file = tmp_path / "cut" / FILE
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.unlink()
-    for wave in kept:
-        file_of(file, wave).write_bytes(b"".join(lines[2 * wave : 2 * wave + 2]))
-    file.with_suffix(".part").write_bytes(lines[0][:40])  # the kill came amid a line
+    lines = (tmp_path / "whole" / FILE).read_bytes().splitlines(keepends=True)
+    for kept in itertools.chain(*(itertools.combinations(range(3), n) for n in range(4))):
+        cut = tmp_path / str(kept)
+        shutil.copytree(tmp_path / "whole", cut)
+        (cut / FILE).unlink()
+        for wave in kept:
+            file_of(cut / FILE, wave).write_bytes(b"".join(lines[2 * wave : 2 * wave + 2]))
+        (cut / FILE).with_suffix(".part").write_bytes(lines[0][:40])  # the kill came amid a line
+        asked.clear()
+        left = [i for i in range(5) if i // 2 not in kept]
+        assert run(policy, samples[:5], cut, [SCRIPTS[i] for i in left]) == whole
+        assert asked == [samples[i].id for i in left]
+        assert episodes_in(cut) == episodes_in(tmp_path / "whole")
+        assert [path.name for path in cut.glob("traj*.jsonl")] == [FILE]
+    file_of(cut / FILE, 0).write_bytes((cut / FILE).read_bytes())  # killed amid clearing
     asked.clear()
-    left = [i for i in range(5) if i // 2 not in kept]
-    assert run(policy, samples[:5], tmp_path / "cut", [SCRIPTS[i] for i in left]) == whole
-    assert asked == [samples[i].id for i in left]
-    assert episodes_in(tmp_path / "cut") == episodes_in(tmp_path / "whole")
-    assert [path.name for path in file.parent.glob("traj*.jsonl")] == [FILE]
-
-
-def test_an_answer_without_verdict_does_not_end_the_evaluation(policy, samples):
-    class Mute(BoxJudge):
-        def same_answer(self, *asked):
-            return None
-
-    asked = [replace(s, options=(), answer="a fish") for s in samples[:2]]
-    with scripted(policy, [[ANSWER], [ANSWER]]):
-        rules = replace(RULES, temperature=0.0)
-        metrics, *_ = evaluate(policy, asked, Mute(), rules=rules, wave=1)
-    assert metrics["ungraded"] == 2 and metrics["n"] == 0
+    assert run(policy, samples[:5], cut) == whole and asked == []  # all is there
+    assert [path.name for path in cut.glob("traj*")] == [FILE]
 
 
 def test_the_same_command_asks_for_missing_verdicts_only(policy, samples, tmp_path, asked):
@@ -468,14 +416,14 @@ def test_the_same_command_asks_for_missing_verdicts_only(policy, samples, tmp_pa
 
     red = [replace(s, options=(), answer="red", question=f"{s.id}?") for s in samples[:4]]
     red[3] = replace(red[3], kind="search", boxes=())
-    rules, said = replace(RULES, temperature=0.0), ["red", "scarlet", "navy"]
+    said = ["red", "scarlet", "navy"]
     scripts = [[f"<think>.</think><answer>{word}</answer>"] for word in said] + [[LOOK, ANSWER]]
 
     def run(judge, scripts=()):
         with scripted(policy, [*scripts]):
-            return evaluate(policy, red, judge, rules=rules, out=tmp_path, wave=1)
+            return evaluate(policy, red, judge, rules=COLD, out=tmp_path, wave=1)
 
-    down, back = Served(), Served()
+    down, back, again = Served(), Served(), Served()
     metrics, _, before = run(down, scripts)
     assert [reward.total for reward in before] == [1.0, None, None, None]
     assert metrics["ungraded"] == 3 and down.heard == tuple(s.question for s in (*red[1:], red[3]))
@@ -485,25 +433,14 @@ def test_the_same_command_asks_for_missing_verdicts_only(policy, samples, tmp_pa
     assert asked == [] and back.heard == down.heard
     assert [reward.answer for reward in after] == [1.0, 1.0, 0.0, 0.0] and "ungraded" not in metrics
     assert after[3].scores == (1.0,) and after[0] == before[0]
-    again = Served()
     assert run(again)[2] == after and again.heard == ()
-
-
-def test_what_is_finished_is_not_played_again(policy, samples, tmp_path, asked):
-    once = run(policy, samples[:3], tmp_path)
-    asked.clear()
-    file_of(tmp_path / FILE, 0).write_bytes((tmp_path / FILE).read_bytes())  # killed amid clearing
-    assert run(policy, samples[:3], tmp_path) == once and asked == []
-    assert [path.name for path in tmp_path.glob("traj*")] == [FILE]
 
 
 def test_another_evaluation_does_not_mix_with_this_one(policy, samples, tmp_path):
     run(policy, samples[:3], tmp_path)
-    for other in ({"seed": 1}, {"rollouts": 2}):
+    for chosen, other in (((0, 3), {"seed": 1}), ((0, 3), {"rollouts": 2}), ((1, 4), {})):
         with pytest.raises(ValueError, match="from another evaluation .* give --out another"):
-            run(policy, samples[:3], tmp_path, **other)
-    with pytest.raises(ValueError, match="from another evaluation"):
-        run(policy, samples[1:4], tmp_path)
+            run(policy, samples[slice(*chosen)], tmp_path, **other)
     (tmp_path / FILE).rename(file_of(tmp_path / FILE, 1))  # one that was killed
     with pytest.raises(ValueError, match="jectories-1.jsonl is from another evaluation"):
         run(policy, samples[:3], tmp_path, seed=1)
@@ -527,24 +464,15 @@ def test_other_weights_are_another_evaluation(policy, samples):
     assert fingerprint(policy, samples, 1) == before
 
 
-def test_k_plays_of_a_question_count_as_one_question(policy, samples, tmp_path):
-    scripts = [[ANSWER], [SHORT], [ANSWER], [ANSWER]]
-    with scripted(policy, scripts):
-        metrics, played, _ = evaluate(
-            policy, samples[:2], BoxJudge(), rules=RULES, out=tmp_path, rollouts=2, wave=1
-        )
-    assert metrics["n"] == 2 and metrics["rates"]["accuracy"]["denominator"] == 4
-    assert [t.sample.id for t in played] == [s.id for s in samples[:2] for _ in range(2)]
-    assert [t.answer for t in played] == ["checker", "red", "checker", "checker"]
-
-
 def one_of(world, rank, folder, monkeypatch):
     """Be a process that does not wait for the others. Returns the files wherever it would have."""
     there = []
+
+    def gathered(_):
+        there.append(sorted(path.name for path in folder.glob("traj*")))
+
     monkeypatch.setattr(module, "processes", lambda: (rank, world))
-    monkeypatch.setattr(
-        module, "gathered", lambda _: there.append(sorted(p.name for p in folder.glob("traj*")))
-    )
+    monkeypatch.setattr(module, "gathered", gathered)
     return there
 
 
@@ -566,44 +494,48 @@ def test_each_process_plays_its_waves_and_the_first_makes_one_file_of_all(
     assert episodes_in(both) == episodes_in(tmp_path / "whole")
 
 
-def test_what_a_process_left_counts_when_fewer_go_on(policy, samples, tmp_path, asked, monkeypatch):
-    whole, cut = run(policy, samples[:5], tmp_path / "whole"), tmp_path / "cut"
-    one_of(3, 1, cut, monkeypatch)
-    with pytest.raises(FileNotFoundError):
-        run(policy, samples[:5], cut, SCRIPTS[2:4])
-    one_of(1, 0, cut, monkeypatch)
-    asked.clear()
-    assert run(policy, samples[:5], cut, SCRIPTS[:2] + SCRIPTS[4:]) == whole
-    assert asked == [samples[i].id for i in (0, 1, 4)]
-    assert episodes_in(cut) == episodes_in(tmp_path / "whole")
+def one_of_two(rank, port, words):
+    """In a process of its own, as torchrun would start it."""
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    PartialState._reset_state()
+    main(words)
 
 
-FLAGS = ["--model", "tiny", "--bench", "toy", "--limit", "4", "--wave", "2", "--turns", "2"]
-FLAGS += ["--max-new-tokens", "12", "--avg-at", "2"]
-
-
-def test_two_processes_play_what_one_plays_and_nothing_twice(tmp_path):
+def test_two_processes_play_what_one_plays_and_nothing_twice(tmp_path, monkeypatch, capfd):
     """With sampling."""
     alone, both = tmp_path / "alone", tmp_path / "both"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        main([*FLAGS, "--out", str(alone)])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*launch, "evaluate.py", *FLAGS, "--out", str(both)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert " 0/2 [" in done.stderr and " 0/3 [" not in done.stderr  # of three waves, two are its
+    words = "--model tiny --limit 4 --wave 2 --turns 2 --max-new-tokens 12 --avg-at 2 --out".split()
+    monkeypatch.chdir(ROOT)
+    main([*words, str(alone)])
+    capfd.readouterr()
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    start = multiprocessing.get_context("fork").Process
+    team = [start(target=one_of_two, args=[i, port, [*words, str(both)]]) for i in range(2)]
+    for process in team:
+        process.start()
+    for process in team:
+        process.join()
+    told = capfd.readouterr().err
+    assert [process.exitcode for process in team] == [0, 0], told
+    assert " 0/2 [" in told and " 0/3 [" not in told  # of three waves, two are the first one's
     assert episodes_in(alone) == episodes_in(both)
     assert [p.name for p in both.glob("*.jsonl")] == [FILE]
     stages = [json.loads((f / "summary.json").read_text())["stages"] for f in (alone, both)]
     assert stages[0] == stages[1] and stages[0]["toy"]["rates"]["accuracy"]["denominator"] == 8
-    ids = Counter(json.loads(line)["sample"]["id"] for line in episodes_in(both))
+    ids = Counter(line["sample"]["id"] for line in lines_in(both))
     assert len(ids) == 6 and set(ids.values()) == {2}
 
 
 # --- the command line ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_once(policy, monkeypatch):
+    """The command line plays with the policy of the tests."""
+    monkeypatch.setattr(module, "load_policy", lambda *_: policy)
+    monkeypatch.setattr(module, "check_checkpoint", lambda _: None)
 
 
 def test_without_arguments_it_shows_how_it_is_used(capsys):
@@ -615,165 +547,116 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
         assert f"--{door} ... {door}.py: " in printed
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--model", "m", "--bench", "vstar9"], "invalid choice: 'vstar9'"),
-        (["--model", "/no/such/folder"], "no checkpoint in /no/such/folder: expected a folder"),
-        (["--model", "m", "--data", "x"], "drop --data x"),
-        (["--model", "m", "--limit", "0"], "--limit: expected a finite number, least 1; got 0"),
-        (["--model", "m", "--turns", "0"], "--turns: expected a finite number, least 1; got 0"),
-        (
-            ["--model", "m", "--temperature", "-1"],
-            "--temperature: expected a finite number, least 0; got -1",
-        ),
-        (
-            ["--model", "m", "--temperature", "nan"],
-            "--temperature: expected a finite number, least 0; got nan",
-        ),
-        (["--model", "m", "--max-new-tokens", "0"], "--max-new-tokens: expected a finite number, "),
-        (["--model", f"{ROOT}/tiny", "--out", f"{__file__}/x"], "Not a directory"),
-        (["--model", f"{ROOT}/tiny", "--out", __file__], "File exists"),
-        (
-            ["--model", "m", "--shortcut", "2"],
-            "--shortcut: expected a finite number, least 0, most",
-        ),
-        (["--model", "m", "--avg-at", "0"], "--avg-at: expected a finite number, least 1; got 0"),
-        (["--model", "m", "--avg-at", "2", "--temperature", "0"], "K greedy plays are one play"),
-        (
-            ["--model", "m", "--perturb", "mask,nois"],
-            "perturbations are all, or some of identity, mask, noise",
-        ),
-        (
-            ["--model", "m", "--perturb", "all", "--avg-at", "2"],
-            "greedy plays: drop --avg-at and --temperature",
-        ),
-        (["--bench", "toy"], "the following arguments are required: --model"),
-        (
-            ["--model", "m", "--judge-url", "http://x/v1"],
-            "a judge needs both --judge-url and --judge-model",
-        ),
-        (["--model", f"{ROOT}/tiny", "--bench", "vstar", "--data", "/no"], "no data in /no"),
-    ],
-)
+@pytest.mark.parametrize("words, message", [
+    ("--bench toy", "the following arguments are required: --model"),
+    ("--model m --bench vstar9", "invalid choice: 'vstar9'"),
+    ("--model /no/such/folder", "no checkpoint in /no/such/folder: expected a folder"),
+    ("--model m --data x", "drop --data x"),
+    ("--model m --limit 0", "--limit: expected a finite number, least 1"),
+    ("--model m --turns 0", "--turns: expected a finite number, least 1"),
+    ("--model m --temperature -1", "--temperature: expected a finite number, least 0; got -1"),
+    ("--model m --shortcut 2", "--shortcut: expected a finite number, least 0, most"),
+    ("--model m --avg-at 0", "--avg-at: expected a finite number, least 1"),
+    (f"--model {ROOT}/tiny --out {__file__}/x", "Not a directory"),
+    (f"--model {ROOT}/tiny --out {__file__}", "File exists"),
+    ("--model m --avg-at 2 --temperature 0", "K greedy plays are one play"),
+    ("--model m --perturb mask,nois", "perturbations are all, or some of identity, mask, noise"),
+    ("--model m --perturb all --avg-at 2", "greedy plays: drop --avg-at and --temperature"),
+    ("--model m --judge-url http://x/v1", "a judge needs both --judge-url and --judge-model"),
+    (f"--model {ROOT}/tiny --bench vstar --data /no", "no data in /no"),
+])  # fmt: skip
 def test_a_wrong_command_is_explained_before_any_model_loads(
-    arguments, message, monkeypatch, tmp_path, capsys
+    words, message, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
     with pytest.raises(SystemExit) as stop:
-        main(arguments)
+        main(words.split())
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(policy, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
-    small = replace(module.GREEDY, max_new_tokens=64, max_length=2048)
-    monkeypatch.setattr(module, "GREEDY", small)
-    asked = {}
-    monkeypatch.setattr(module, "evaluate", lambda *a, **k: asked.update(k) or evaluate(*a, **k))
-    monkeypatch.setattr(module, "check_checkpoint", lambda name: None)
-    flags = ["--limit", "2", "--turns", "2", "--temperature", "0.5", "--seed", "7"]
-    flags += ["--max-new-tokens", "64", "--max-length", "2048"]
-    with scripted(policy, [[LOOK, ANSWER], [SHORT], [ANSWER]]):
-        main(["--model", "m", *flags, "--out", str(tmp_path / "deep" / "out")])
-    assert asked["rules"] == replace(small, turns=2, temperature=0.5) and asked["seed"] == 7
-    assert re.search(r"^questions +2$", capsys.readouterr().out, re.MULTILINE)
-    summary = json.loads((tmp_path / "deep" / "out" / "summary.json").read_text())
-    assert set(summary) == {"config", "seconds", "stages"}
-    assert set(summary["stages"]) == {"toy"} and summary["config"]["precision"] == "torch.float32"
-    assert 0 <= summary["stages"]["toy"]["ood_accuracy"] <= 1
-    assert "of 3 episodes" in (tmp_path / "deep" / "out" / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "kept, message",
-    [
-        ('{"sample": 0}\n', "line 1: expected an episode as evaluate.py describes it"),
-        ("other", "another evaluation"),
-        ("", "--max-length 5 leaves"),
-    ],
-)
-def test_what_an_evaluation_refuses_is_told_in_a_sentence(
-    kept, message, policy, monkeypatch, tmp_path, capsys
+def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(
+    policy, at_once, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
+    asked, out = {}, tmp_path / "deep" / "out"
+    monkeypatch.setattr(module, "evaluate", lambda *a, **k: asked.update(k) or evaluate(*a, **k))
+    words = "--model m --limit 2 --turns 2 --temperature 0.5 --seed 7 --max-new-tokens 64"
+    with scripted(policy, [[LOOK, ANSWER], [SHORT], [ANSWER]]):
+        main([*words.split(), "--out", str(out)])
+    told = dict(turns=2, temperature=0.5, max_new_tokens=64, max_length=2048)
+    assert asked["rules"] == replace(module.GREEDY, **told) and asked["seed"] == 7
+    assert re.search(r"^questions +2$", capsys.readouterr().out, re.MULTILINE)
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary) == {"config", "seconds", "stages"} and set(summary["stages"]) == {"toy"}
+    assert summary["config"]["precision"] == "torch.float32"
+    assert 0 <= summary["stages"]["toy"]["ood_accuracy"] <= 1
+    assert "of 3 episodes" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("kept, message", [
+    ('{"sample": 0}\n', "line 1: expected an episode as evaluate.py describes it"),
+    ("other", "another evaluation"),
+    ("", "--max-length 5 leaves"),
+])  # fmt: skip
+def test_what_an_evaluation_refuses_is_told_in_a_sentence(kept, message, at_once, tmp_path, capsys):
     if kept == "other":
         write(*worked_example(), tmp_path)
     elif kept:
         (tmp_path / FILE).write_text(kept)
+    words = f"--model m --limit 2 --max-new-tokens 2 --max-length 5 --out {tmp_path}"
     with pytest.raises(SystemExit):
-        flags = [
-            "--model",
-            f"{ROOT}/tiny",
-            "--limit",
-            "2",
-            "--max-new-tokens",
-            "2",
-            "--max-length",
-            "5",
-        ]
-        main([*flags, "--out", str(tmp_path)])
+        main(words.split())
     assert message in capsys.readouterr().err
 
 
-def test_a_benchmark_is_played_from_its_file(policy, tmp_path, monkeypatch, capsys):
-    rows = [ROWS["hrbench, tsv"][1] | {"index": i, "cycle_category": i % 4, "answer": "B",
-                                       "category": "single" if i < 4 else "cross"}
+def test_a_benchmark_is_played_from_its_file(policy, at_once, tmp_path, capsys):
+    row = ROWS["hrbench, tsv"][1] | {"answer": "B"}
+    rows = [row | {"index": i, "cycle_category": i % 4, "category": "single" if i < 4 else "cross"}
             for i in range(8)]  # fmt: skip
-    file = write_tsv(tmp_path / "hr.tsv", rows)
-    monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
-    monkeypatch.setattr(module, "check_checkpoint", lambda name: None)
+    file, out = write_tsv(tmp_path / "hr.tsv", rows), tmp_path / "out"
+    words = f"--model m --bench hrbench4k --data {file} --max-new-tokens 32 --max-length 2048"
     said = [["<answer>B</answer>"], ["<answer>red</answer>"]] * 2 + [["<answer>(B)</answer>"]] * 4
-    flags = ["--max-new-tokens", "32", "--max-length", "2048", "--out", str(tmp_path / "out")]
     with scripted(policy, said):
-        main(["--model", "m", "--bench", "hrbench4k", "--data", str(file), *flags])
+        main([*words.split(), "--out", str(out)])
     printed = capsys.readouterr().out
-    stage = json.loads((tmp_path / "out" / "summary.json").read_text())["stages"]["hrbench4k"]
+    stage = json.loads((out / "summary.json").read_text())["stages"]["hrbench4k"]
     assert stage["score"] == 0.75 and stage["parts"] == {"FCP": 1.0, "FSP": 0.5}
-    assert "benchmark score" in printed and "no_verdict" in printed and "decorative" in printed
-    assert len(list((tmp_path / "out" / "images").iterdir())) == 1  # eight rows share it
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<article") == 8
+    assert all(word in printed for word in ("benchmark score", "no_verdict", "decorative"))
+    assert len(list((out / "images").iterdir())) == 1  # eight rows share it
+    assert (out / "report.html").read_text().count("<article") == 8
 
 
-def test_lies_and_ablations_are_printed_and_kept(policy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "load_policy", lambda name, device, max_pixels: policy)
-    monkeypatch.setattr(module, "check_checkpoint", lambda name: None)
+def test_lies_and_ablations_are_printed_and_kept(policy, at_once, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "load_toy", lambda *_: toy_questions(2, "lies", neutral_share=0.0))
-    flags = ["--perturb", "mask,empty", "--ablation", "--turns", "2", "--max-new-tokens", "40"]
+    words = f"--model m --turns 2 --max-new-tokens 40 --out {tmp_path}".split()
     with scripted(policy, [[LOOK, ANSWER], [ANSWER], [ANSWER, ANSWER]]):
-        main(["--model", "m", *flags, "--out", str(tmp_path)])
-    printed = capsys.readouterr().out
-    found = json.loads((tmp_path / "studies.json").read_text())
+        main([*words, "--perturb", "mask,empty", "--ablation"])
+    printed, file = capsys.readouterr().out, tmp_path / "studies.json"
+    found = json.loads(file.read_text())
     assert set(found) == {"run", "tool_use", "perturb", "ablation", "evidence"}
-    file, flags = tmp_path / "studies.json", flags[3:]  # the same evaluation without studies
-    main(["--model", "m", *flags, "--out", str(tmp_path)])
+    main(words)  # the same evaluation without studies
     assert json.loads(file.read_text()) == found
     file.write_text(json.dumps(found | {"run": "of another"}))
-    main(["--model", "m", *flags, "--out", str(tmp_path)])
+    main(words)
     assert set(json.loads(file.read_text())) == {"run", "tool_use"}
     assert set(found["perturb"]["toy"]) == {"mask", "empty"}
     assert found["perturb"]["toy"]["mask"]["possible"]["denominator"] == 1  # one of two looked
     assert found["ablation"]["with tools"]["denominator"] == 2
-    for words in ("after a hit", "tool gain", "evidence value", "decorative crops"):
-        assert words in printed
+    for told in ("after a hit", "tool gain", "evidence value", "decorative crops"):
+        assert told in printed
 
 
-@pytest.mark.parametrize(
-    "bench, boxed, url, kinds",
-    [
-        ("toy", True, None, (BoxJudge, None)),
-        ("vstar", True, None, (BoxJudge, None)),
-        ("vstar", True, "http://x/v1", (BoxJudge, ChatJudge)),
-        ("vstar", False, "http://x/v1", (ChatJudge, None)),  # its table has no boxes
-        ("vstar", False, None, (BoxJudge, None)),
-        ("hrbench8k", False, "http://x/v1", (ChatJudge, None)),
-        ("charxiv", False, "http://x/v1", (ChatJudge, None)),
-        ("vlmblind", False, "http://x/v1", (BoxJudge, None)),
-    ],
-)
+@pytest.mark.parametrize("bench, boxed, url, kinds", [
+    ("toy", True, None, (BoxJudge, None)),
+    ("vstar", True, None, (BoxJudge, None)),
+    ("vstar", True, "http://x/v1", (BoxJudge, ChatJudge)),
+    ("vstar", False, "http://x/v1", (ChatJudge, None)),  # its table has no boxes
+    ("vstar", False, None, (BoxJudge, None)),
+    ("hrbench8k", False, "http://x/v1", (ChatJudge, None)),
+    ("charxiv", False, "http://x/v1", (ChatJudge, None)),
+    ("vlmblind", False, "http://x/v1", (BoxJudge, None)),
+])  # fmt: skip
 def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(
     bench, boxed, url, kinds, tmp_path, capsys
 ):

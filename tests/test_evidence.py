@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_evidence.py      about 8 s: two judges; what a call is worth"""
+"""python -m pytest tests/test_evidence.py      two judges; what a call is worth"""
 
 from dataclasses import replace
 
@@ -7,31 +7,12 @@ import torch
 from conftest import PRINT, RULES, fresh_logits
 from hypothesis import given
 from hypothesis import strategies as st
-from test_faithfulness import (
-    AGAIN,
-    ASKED,
-    DIRECT,
-    GOOD,
-    GREEDY,
-    PRINTED,
-    SEARCH,
-    WRONG,
-    deaf,
-    played,
-    reads,
-    saying,
-    speaking,
-)  # fmt: skip
+from test_faithfulness import AGAIN, ASKED, DIRECT, GOOD, GREEDY, PRINTED, SEARCH, WRONG
+from test_faithfulness import deaf, played, reads, saying, speaking
 
 import beyond.evidence
-from beyond.evidence import (
-    ablation,
-    agreement,
-    answer_log_probs,
-    answer_now,
-    evidence,
-    without_tools,
-)  # fmt: skip
+from beyond.evidence import ablation, agreement, answer_log_probs, answer_now, evidence
+from beyond.evidence import without_tools
 from data import crop_turn
 from faithfulness import Rate, up_to
 from rewards import Reward, hand_made
@@ -74,21 +55,17 @@ def test_kappa_is_symmetric_at_most_one_and_one_only_in_full_agreement(pairs):
 # Without tools
 
 
-def test_without_tools_the_thought_stays_and_the_answer_follows_at_once(policy):
-    (t,), _ = played(policy, reads, ASKED[:1])
+def thinks(policy, t):
+    return saying("x") if t.turns else "<think> look<code>\nprint(1)\n</code>"
+
+
+@pytest.mark.parametrize("reply, thought", [(reads, " I need a closer look ."), (thinks, " look")])
+def test_without_tools_the_thought_is_closed_and_the_answer_follows_at_once(policy, reply, thought):
+    (t,), _ = played(policy, reply, ASKED[:1])
     copy = answer_now(policy, t, 0)
     added = policy.tokenizer.decode(copy.ids[t.prompt :])
-    assert added == "<think> I need a closer look .</think><answer>"
+    assert added == f"<think>{thought}</think><answer>"
     assert copy.ids[: t.prompt] == t.ids[: t.prompt] and not any(copy.acted) and not copy.turns
-
-
-def test_an_open_thought_is_closed_before_the_answer(policy):
-    def reply(policy, t):
-        return saying("x") if t.turns else "<think> look<code>\nprint(1)\n</code>"
-
-    (t,), _ = played(policy, reply, ASKED[:1])
-    text = policy.tokenizer.decode(answer_now(policy, t, 0).ids[t.prompt :])
-    assert text == "<think> look</think><answer>"
 
 
 def test_the_ablation_tells_what_only_tools_solve(policy):
@@ -103,10 +80,11 @@ def test_the_ablation_tells_what_only_tools_solve(policy):
     for against in (False, True):
         for t in trajectories:
             t.sample = replace(t.sample, against_prior=against)
-        got = ablation(trajectories, direct)
-        assert {n: (r.numerator, r.denominator) for n, r in got.items()} == {
-            n: (k, 3) for n, k in counts.items()
-        } | {f"{n}, out of prior": (k * against, 3 * against) for n, k in counts.items()}
+        got = {n: (r.numerator, r.denominator) for n, r in ablation(trajectories, direct).items()}
+        for n, k in counts.items():
+            assert got.pop(n) == (k, 3)
+            assert got.pop(f"{n}, out of prior") == (k * against, 3 * against)
+        assert not got
 
 
 def test_code_does_not_run_in_the_ablation_and_no_answer_is_none(policy, monkeypatch):
@@ -146,10 +124,8 @@ def test_log_probs_of_the_reference_are_those_of_a_plain_forward(policy):
 
 def test_evidence_and_decision_values_by_hand(policy, monkeypatch):
     trajectories, rewards = played(policy, deaf, [*ASKED, *DIRECT])  # hit, miss, hit; no search
-    table = iter(
-        [[-1.0, *[-3.0, -2.0] * 2, -5.0], [*[-2.0] * 5, -2.25], [-1.0, *[-2.0] * 4, -1.0625]]
-    )
-    monkeypatch.setattr(beyond.evidence, "answer_log_probs", lambda *args: next(table))
+    table = [[-1.0, *[-3.0, -2.0] * 2, -5.0], [*[-2.0] * 5, -2.25], [-1.0, *[-2.0] * 4, -1.0625]]
+    monkeypatch.setattr(beyond.evidence, "answer_log_probs", lambda *args: table.pop(0))
     got = evidence(policy, trajectories, rewards, GREEDY)
     assert {name: (r.numerator, r.denominator) for name, r in got.items()} == {
         "measured": (3, 3), "evidence value": (1.5 + 0 + 1, 3),

@@ -14,40 +14,31 @@ from rewards import BoxJudge, Reward
 from rollout import Trajectory
 
 
-@pytest.fixture
-def two(policy, tmp_path):
-    """A folder with an episode that guesses and one that looks in the right place."""
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_the_first_right_and_faithful_episode_is_drawn_as_a_film_strip(policy, tmp_path, capsys):
+    """Of an episode that guesses and one that looks in the right place."""
     samples = toy_questions(2, seed="film", neutral_share=0.0)
     x0, y0, x1, y1 = samples[1].boxes[0]
     look = f"<code>\nimage.crop(({x0},{y0},{x1},{y1})).show()\n</code>"
     right = f"<answer>{samples[1].answer}</answer>"
     with scripted(policy, [[SHORT], [look, right]]):
         rules = replace(RULES, temperature=0.0)
-        evaluate(policy, samples, BoxJudge(), rules=rules, out=tmp_path)
-    return tmp_path
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_the_first_right_and_faithful_episode_is_drawn_as_a_film_strip(two, capsys):
+        evaluate(policy, samples, BoxJudge(), rules=rules, out=(two := tmp_path))
     main(["--film", str(two), "--out", str(two / "new")])
     assert capsys.readouterr().out.strip() == str(two / "new" / "film.png")
     three = Image.open(two / "new" / "film.png").convert("RGB")  # question, look, answer
     film(Records(two / "trajectories.jsonl")[0], two, two / "film.png")
     short = Image.open(two / "film.png")  # question, answer
     assert three.width / short.width == pytest.approx(1.5, abs=0.1)
-    upper, lower = ((0, 0, three.width // 3, three.height // 2),
-                    (0, three.height // 2, three.width, three.height))  # fmt: skip
-    blue = (three.crop(part).getcolors(1 << 20) for part in (upper, lower))
-    box, bar = (sum(n for n, color in colors if color == (0, 114, 178)) for colors in blue)
-    assert box > 300 and bar > 1000  # where the look was, and what the policy chose
-
-
-def test_where_no_episode_is_right_and_faithful_the_first_is_drawn(two):
+    width, half = three.width, three.height // 2
+    box, bar = ((0, 0, width // 3, half), (0, half, width, three.height))
+    blue = [dict(map(reversed, three.crop(x).getcolors(1 << 20)))[0, 114, 178] for x in (box, bar)]
+    assert blue[0] > 300 and blue[1] > 1000  # where the look was, and what the policy chose
+    # Where no episode is right and faithful, the first is drawn.
     text = (two / "trajectories.jsonl").read_text()
     (two / "trajectories.jsonl").write_text(text.replace('"faithful"', '"unfaithful"'))
-    main(["--film", str(two), "--out", str(two)])
-    film(Records(two / "trajectories.jsonl")[0], two, two / "same.png")
-    assert (two / "film.png").read_bytes() == (two / "same.png").read_bytes()
+    main(["--film", str(two), "--out", str(two / "new")])
+    assert (two / "new" / "film.png").read_bytes() == (two / "film.png").read_bytes()
 
 
 def test_what_cannot_be_drawn_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):

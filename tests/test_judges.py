@@ -1,5 +1,6 @@
-"""python -m pytest tests/test_judges.py      about 5 s: judges that err, TAPO without its parts"""
+"""python -m pytest tests/test_judges.py      judges that err, TAPO without its parts"""
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -30,20 +31,17 @@ def said(judge, box, sample=RED):
     return judge(*judge_input(sample, crop(sample, box)))
 
 
-def share_credited(judge, inside):
-    """The share of many crops that are all useful (`inside`), or all useless, that it credits."""
-    boxes = [(x, y, x + 60, y + 60) for x in range(60, 76) for y in range(60, 76)]
-    boxes = boxes if inside else [(x + 110, y, x1 + 110, y1) for x, y, x1, y1 in boxes]
-    assert {said(BoxJudge(), box) for box in boxes} == {float(inside)}
-    return sum(said(judge, box) > 0 for box in boxes) / len(boxes)
-
-
 @pytest.mark.parametrize("kind", ["crop", "call"])
 @pytest.mark.parametrize("miss, alarm", [(0, 0), (0.25, 0), (0, 0.5), (0.25, 0.5), (1, 1)])
 def test_a_judge_errs_as_often_as_it_is_told(kind, miss, alarm):
+    """Of many crops that are all useful, or all useless."""
     judge = NoisyJudge(BoxJudge(), miss, alarm, kind, random.Random(0))
-    assert share_credited(judge, inside=True) == pytest.approx(1 - miss, abs=0.08)
-    assert share_credited(judge, inside=False) == pytest.approx(alarm, abs=0.08)
+    for beside, credited in ((0, 1 - miss), (110, alarm)):
+        starts = itertools.product(range(60 + beside, 76 + beside), range(60, 76))
+        boxes = [(x, y, x + 60, y + 60) for x, y in starts]
+        assert {said(BoxJudge(), box) for box in boxes} == {float(not beside)}
+        share = sum(said(judge, box) > 0 for box in boxes) / len(boxes)
+        assert share == pytest.approx(credited, abs=0.08)
 
 
 def test_an_error_by_crop_stays_and_one_by_call_does_not():
@@ -64,22 +62,15 @@ def test_silence_and_turns_without_a_picture_are_left_alone():
     assert NoisyJudge(BoxJudge(), 1.0, 1.0)(*printed) == 0.0
 
 
-@pytest.mark.parametrize(
-    "kind, box, sample, score",
-    [
-        ("size", WIDE, RED, 1.0),  # the exact judge: 0
-        ("size", WRONG, RED, 0.0),
-        ("size", (0, 0, 256, 256), RED, 0.0),
-        ("color", RIGHT, RED, 0.0),
-        ("color", RIGHT, BLUE, 1.0),
-        ("corner", A1, RED, 1.0),
-        ("corner", (0, 0, 63, 64), RED, 0.0),
-        ("corner", RIGHT, RED, 1.0),
-        ("corner", WRONG, RED, 0.0),
-    ],
-)
-def test_a_judge_with_a_system(kind, box, sample, score):
-    assert said(NoisyJudge(BoxJudge(), kind=kind), box, sample) == score
+@pytest.mark.parametrize("kind, sample, scores", [
+    ("size", RED, {WIDE: 1.0, WRONG: 0.0, (0, 0, 256, 256): 0.0}),  # the exact judge: WIDE is 0
+    ("color", RED, {RIGHT: 0.0}),
+    ("color", BLUE, {RIGHT: 1.0}),
+    ("corner", RED, {A1: 1.0, (0, 0, 63, 64): 0.0, RIGHT: 1.0, WRONG: 0.0}),
+])  # fmt: skip
+def test_a_judge_with_a_system(kind, sample, scores):
+    judge = NoisyJudge(BoxJudge(), kind=kind)
+    assert {box: said(judge, box, sample) for box in scores} == scores
 
 
 def paid(name, *shown, answer="x"):

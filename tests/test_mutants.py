@@ -1,6 +1,5 @@
-"""python -m pytest tests/test_mutants.py      about 40 s: the table of faults, and ten of them"""
+"""python -m pytest tests/test_mutants.py      the table of faults, and five of them planted"""
 
-import ast
 import re
 import subprocess
 import sys
@@ -14,9 +13,11 @@ TABLE = mutants.table()
 
 
 def test_every_fault_can_be_planted_and_no_two_are_the_same():
-    """When code changes, so does the table: give a fault that lost its place its new one."""
-    planted = {(m.file, ast.dump(ast.parse(m.planted()))) for m in TABLE}
-    sound = {(m.file, ast.dump(ast.parse((ROOT / m.file).read_text()))) for m in TABLE}
+    """When code changes, so does the table: give a fault that lost its place its new one. Faults
+    are compared as compiled code, so that one in a comment alone is none."""
+    files = {m.file for m in TABLE}
+    sound = {(file, compile((ROOT / file).read_text(), "", "exec")) for file in files}
+    planted = {(m.file, compile(m.planted(), "", "exec")) for m in TABLE}
     assert len(planted) == len({m.id for m in TABLE}) == len(TABLE) and not planted & sound
 
 
@@ -35,8 +36,8 @@ def test_at_most_one_fault_in_twenty_is_excused():
     assert sum(bool(m.excuse) for m in TABLE) <= len(TABLE) / 20
 
 
-def test_a_sample_of_ten_dies():
+def test_a_sample_of_five_dies():
     files = [f"kit/{name}.py" for name in QUICK]
-    words = [sys.executable, "tests/mutants.py", *files, "--sample", "10"]
+    words = [sys.executable, "tests/mutants.py", *files, "--sample", "5"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "10 planted" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "5 planted" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_page.py      about 6 s, and 10 s more where chromium is found"""
+"""python -m pytest tests/test_page.py      the page of episodes, and in a browser"""
 
 import base64
 import html
@@ -28,19 +28,20 @@ LOOK = "<think> I need a closer look .</think><code>\nimage.crop((64,128,128,192
 ANSWER = "<think> The crop shows it .</think><answer>checker</answer>"
 
 
+NOTHING = {"text": "", "images": [], "boxes": [], "sources": [], "error": None, "environment": None}
+NOTHING |= {"notes": [], "red_lines": []}
+
+
 def turn(text, score=None, /, **observation):
     """A turn of a line. Without a word on the observation no code ran."""
-    nothing = {"text": "", "images": [], "boxes": [], "sources": [], "error": None}
-    nothing |= {"environment": None, "notes": [], "red_lines": []}
-    seen = nothing | observation if observation else None
+    seen = NOTHING | observation if observation else None
     return {"text": text, "observation": seen, "score": score}
 
 
-def episode(*turns, sample=SAMPLE, answer="checker", ended="answered", **found):
-    found = {"correct": True, "look": "no tool", "failed": 0} | found
+def episode(*turns, sample=SAMPLE, **found):
     acted = [[False, 30]] + [[True, 10], [False, 5]] * len(turns)
-    line = {"sample": sample, "steps": turns, "acted": acted, "answer": answer, "ended": ended}
-    return line | found
+    line = {"sample": sample, "steps": turns, "acted": acted, "answer": "checker"}
+    return line | {"ended": "answered", "correct": True, "look": "no tool", "failed": 0} | found
 
 
 def keep(folder, *lines, image=IMAGE):
@@ -90,10 +91,6 @@ class Reader(HTMLParser):
     def handle_data(self, data):
         self.text += data
 
-    def shape(self):
-        """All tags with the names of their attributes, but for the spans that colour words."""
-        return [(tag, *attributes) for tag, attributes in self.tags if tag != "span"]
-
     def all(self, tag, **attributes):
         return [a for t, a in self.tags if t == tag and attributes.items() <= a.items()]
 
@@ -109,10 +106,11 @@ def test_each_episode_is_a_film_strip(tmp_path):
     table = [["", "SFT"], ["questions", "3"], ["accuracy", "0.667"]]
     seen = read(report(keep(tmp_path, *worked_example()), table))
     cards = seen.all("article")
-    assert [c["data-answer"] for c in cards] == ["correct", "wrong", "correct"]
-    assert [c["data-look"] for c in cards] == ["faithful", "unfaithful", "no tool"]
-    assert [c["data-kind"] for c in cards] == ["search", "neutral", "search"]
-    assert [c["data-error"] for c in cards] == ["none", "some", "none"]
+    assert [[c[f"data-{x}"] for x in ("answer", "look", "kind", "error")] for c in cards] == [
+        ["correct", "faithful", "search", "none"],
+        ["wrong", "unfaithful", "neutral", "some"],
+        ["correct", "no tool", "search", "none"],
+    ]
     # The first image is there once, and again where the crop was looked at; units are its pixels.
     assert len(seen.all("image")) == 3 and len(seen.all("use", href="#p1")) == 1
     assert all(svg["viewbox"] == "0 0 256 256" for svg in seen.all("svg"))
@@ -129,17 +127,14 @@ def test_each_episode_is_a_film_strip(tmp_path):
     bar = [(i["style"], i["class"]) for i in seen.all("i")[:5]]
     runs = [(30, "read"), (10, "acted"), (5, "read"), (10, "acted"), (5, "read")]
     assert bar == [(f"flex:{length} 0 0", name) for length, name in runs]
-    assert [cell for cell, _ in seen.tags if cell in ("td", "th")] == ["td", "th"] + [
-        "th",
-        "td",
-    ] * 2
+    cells = [cell for cell, _ in seen.tags if cell in ("td", "th")]
+    assert cells == ["td", "th", "th", "td", "th", "td"]
 
 
 def test_a_look_is_marked_good_if_the_question_asks_for_it(tmp_path):
-    searches = [episode(look=look) for look in ("faithful", "unfaithful", "no tool")]
-    neutral = SAMPLE | {"kind": "neutral"}
-    others = [episode(look=look, sample=neutral) for look in ("faithful", "unfaithful", "no tool")]
-    text = report(keep(tmp_path, *searches, *others), []).read_text()
+    samples, looks = (SAMPLE, SAMPLE | {"kind": "neutral"}), ("faithful", "unfaithful", "no tool")
+    lines = [episode(look=look, sample=sample) for sample in samples for look in looks]
+    text = report(keep(tmp_path, *lines), []).read_text()
     marks = re.findall("([✓✗]) (faithful|unfaithful|no tool)", text)
     assert "".join(mark for mark, _ in marks) == "✓✗✗✗✗✓"
 
@@ -150,11 +145,9 @@ def test_an_answer_that_no_judge_could_read_is_neither_right_nor_wrong(tmp_path)
     assert [card["data-answer"] for card in cards] == ["correct", "wrong", "no verdict"]
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_no_episodes_make_a_page_that_says_so(kept, tmp_path):
-    if kept:
-        keep(tmp_path)
+def test_no_episodes_make_a_page_that_says_so(tmp_path):
     assert "0 of 0 episodes" in report(tmp_path, []).read_text()
+    assert "0 of 0 episodes" in report(keep(tmp_path), []).read_text()
 
 
 def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_path):
@@ -177,20 +170,15 @@ def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_pa
     assert "reference" in text and "the second play" not in text
 
 
-@pytest.mark.parametrize("line", ["{", "{}", "[]", "3", "[" * 99_999, json.dumps({"sample": 1})])
-def test_a_line_that_is_no_episode_is_named(line, tmp_path):
-    keep(tmp_path, *worked_example())
-    with (tmp_path / "trajectories.jsonl").open("a") as file:
-        file.write(line + "\n")
-    with pytest.raises(ValueError, match=r"jsonl, line 4: expected an episode as evaluate.py"):
+# A line from before the look was written.
+OLD = {name: value for name, value in episode().items() if name != "look"}
+
+
+@pytest.mark.parametrize("line, why", [({"sample": 1}, ""), (OLD, "no look; delete the file")])
+def test_a_line_that_is_no_episode_is_named(line, why, tmp_path):
+    keep(tmp_path, *worked_example(), line)
+    with pytest.raises(ValueError, match=rf"jsonl, line 4: expected an episode as evaluate.*{why}"):
         report(tmp_path, [])
-
-
-def test_a_line_from_before_the_look_was_written_is_named(tmp_path):
-    line = episode()
-    del line["look"]
-    with pytest.raises(ValueError, match=r"line 1: .* no look; delete the file and play"):
-        report(keep(tmp_path, line), [])
 
 
 def test_a_figure_that_is_not_there_is_named(tmp_path):
@@ -202,30 +190,23 @@ def test_a_figure_that_is_not_there_is_named(tmp_path):
 
 
 HOSTILE = [
-    "</script><script>alert(1)</script>",
-    "<img src=x onerror=alert(1)>",
-    '" onmouseover="alert(1)" x=\'',
-    "' onmouseover='alert(1)",
-    "</textarea></pre></style></title><!--",
-    "<svg/onload=alert(1)>",
+    "</script><script>alert(1)</script>", "</textarea></pre></style></title><!--",
+    "<img src=x onerror=alert(1)>", "<svg/onload=alert(1)>", "' onmouseover='alert(1)",
+    '" onmouseover="alert(1)" x=\'', "<a href='javascript:alert(1)'>x</a>]]>",
     "&lt;b&gt; &#60;b&#62; $script ${style} https://example.com/x.png",
-    "<a href='javascript:alert(1)'>x</a>]]>",
-    "{{ 6 * 7 }} {% raw %} {# out #} {{ cards.__class__ }}",
-    "\u202e\x00\ud800",
-]
+    "{{ 6 * 7 }} {% raw %} {# out #} {{ cards.__class__ }}", "\u202e\x00\ud800",
+]  # fmt: skip
 
 
 def everywhere(words):
     """One episode in which every text that comes from outside is `words`."""
-    sample = SAMPLE | {"id": words, "question": words, "answer": words, "kind": words}
-    sample |= {"options": [words, words]}
-    observation = {
-        "text": words, "images": ["images/whole.png"], "boxes": [None], "sources": [words],
-        "error": words, "environment": words, "notes": [words], "red_lines": [words],
-    }  # fmt: skip
-    turns = turn(f"{words}<code>{words} # {words}</code>{words}", 0.0, **observation), turn(words)
-    line = episode(*turns, sample=sample, answer=words, ended=words, look=words)
-    return line | {"acted": [[True, 5], [False, 3]]}
+    sample = SAMPLE | dict.fromkeys(("id", "question", "answer", "kind"), words)
+    observation = {"images": ["images/whole.png"], "boxes": [None], "sources": [words]}
+    observation |= {"notes": [words], "red_lines": [words], "text": words, "error": words}
+    code = f"{words}<code>{words} # {words}</code>{words}"
+    turns = turn(code, 0.0, environment=words, **observation), turn(words)
+    sample, said = sample | {"options": [words, words]}, dict.fromkeys(("answer", "ended"), words)
+    return episode(*turns, sample=sample, look=words, **said, acted=[[True, 5], [False, 3]])
 
 
 @pytest.mark.parametrize("words", HOSTILE)
@@ -234,7 +215,8 @@ def test_whatever_a_model_or_a_data_set_wrote_is_only_text(words, tmp_path):
         return read(report(keep(tmp_path, everywhere(words)), [["", words], [words, words]]))
 
     calm, seen = shown("harmless"), shown(words)
-    assert seen.shape() == calm.shape()
+    tags = [[(t, *a) for t, a in page.tags if t != "span"] for page in (calm, seen)]
+    assert tags[0] == tags[1]  # spans colour words
     if words.isprintable():
         assert seen.text.count(words) == calm.text.count("harmless")  # and nothing is lost
         data = ("data-kind", "data-look")
@@ -246,9 +228,8 @@ def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
     IMAGE.save(tmp_path / "curves.png")
     raw = report(tmp_path, [["", "SFT"], ["questions", "3"]], ["curves.png"]).read_text()
     seen = Reader(raw)
-    links = [
-        a[name] for _, a in seen.tags for name in ("src", "href", "data", "action") if name in a
-    ]
+    sources = ("src", "href", "data", "action")
+    links = [a[name] for _, a in seen.tags for name in sources if name in a]
     assert len(links) == 3 + 2 + 1 + 1  # images, what calls showed, where, curves
     assert all(link.startswith(("data:image/", "#p")) for link in links)
     assert not re.search(r"url\(|@import|https?:|//[a-z]", re.sub(r"base64,[^\"]*", "", raw))
@@ -262,32 +243,33 @@ def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
 # --- sizes -------------------------------------------------------------------------------------
 
 
-def test_fifty_episodes_with_photographs_stay_under_five_megabytes(tmp_path):
-    noise = np.random.default_rng(0).integers(0, 255, (400, 640, 3), np.uint8)
-    again = turn(LOOK, 1.0, images=["images/whole.png"], boxes=[[0, 0, 640, 400]], sources=["crop"])
-    keep(tmp_path, *[episode(again)] * 50, image=Image.fromarray(noise))  # compresses worst
+def test_episodes_with_photographs_stay_under_their_limit(tmp_path, monkeypatch):
+    assert PAGE_LIMIT + 200_000 < 5_000_000  # with a figure
+    monkeypatch.setattr(module, "PAGE_LIMIT", 450_000)
+    noise = np.random.default_rng(0).integers(0, 255, (200, 320, 3), np.uint8)
+    again = turn(LOOK, 1.0, images=["images/whole.png"], boxes=[[0, 0, 320, 200]], sources=["crop"])
+    keep(tmp_path, *[episode(again)] * 5, image=Image.fromarray(noise))  # compresses worst
     text = report(tmp_path, []).read_text()
-    assert "50 of 50 episodes" in text
     pictures = re.findall('"(data:image/.*?)"', text)
-    assert len(pictures) == 100
-    assert 1_000_000 < sum(map(len, pictures)) <= PAGE_LIMIT * 2 / 3  # the rest is for texts
+    assert "5 of 5 episodes" in text and len(pictures) == 10
+    assert 30_000 < sum(map(len, pictures)) <= 300_000  # the rest is for texts
 
 
-def test_endless_texts_leave_later_episodes_out_and_the_page_says_so(tmp_path):
-    keep(tmp_path, *[episode(turn("é" * (PAGE_LIMIT // 6)))] * 4)
-    text = report(tmp_path, []).read_text()
-    assert "2 of 4 episodes" in text and len(text.encode()) < 5_000_000
+def test_endless_texts_leave_later_episodes_out_and_the_page_says_so(tmp_path, monkeypatch):
     keep(tmp_path, *[episode()] * 101)
     text = report(tmp_path, []).read_text()
     assert "34 of 101 episodes" in text and text.count("<article") == 34
     assert list(spread(range(9), 4)) == [0, 3, 6]  # the last ones too have their chance
+    monkeypatch.setattr(module, "PAGE_LIMIT", 90_000)
+    keep(tmp_path, *[episode(turn("é" * 15_000))] * 4)
+    assert "2 of 4 episodes" in report(tmp_path, []).read_text()
 
 
-@pytest.mark.parametrize("budget", [500_000, 20_000, 4_000])
+@pytest.mark.parametrize("budget", [200_000, 20_000, 4_000])
 def test_a_picture_fits_its_budget_and_keeps_its_shape(budget, tmp_path):
-    IMAGE.resize((1600, 800)).save(tmp_path / "wide.png")
+    IMAGE.resize((800, 400)).save(tmp_path / "wide.png")
     width, height, url = picture(tmp_path / "wide.png", budget)
-    assert (width, height) == (1600, 800) and len(url) <= budget
+    assert (width, height) == (800, 400) and len(url) <= budget
     image = Image.open(io.BytesIO(base64.b64decode(url.split(",")[1])))
     assert image.width == 2 * image.height
 
@@ -345,6 +327,10 @@ document.title = JSON.stringify(result);
 </script>"""
 
 
+why = "chromium is not installed (apt-get install chromium)"
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason=why)
+
+
 def browse(folder, *flags):
     quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
              "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -353,11 +339,19 @@ def browse(folder, *flags):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
-@pytest.mark.parametrize(
-    "width, film, mode",
-    [(1280, (34, 38, 43), "--mute-audio"), (390, (10, 12, 14), "--force-dark-mode")],
-)
+def probed(folder, page, script, width):
+    """What a script finds in a page: in a copy, as the page's own policy forbids any other."""
+    text = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text())
+    copy = folder / "probed.html"
+    copy.write_text(text + script.replace("WIDTH", str(width)))
+    seen = browse(folder, f"--window-size={width},1600", "--dump-dom", copy.as_uri())
+    return json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
+
+
+@in_a_browser
+@pytest.mark.parametrize("width, film, mode", [
+    (1280, (34, 38, 43), "--mute-audio"), (390, (10, 12, 14), "--force-dark-mode"),
+])  # fmt: skip
 def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     width, film, mode, tmp_path
 ):
@@ -375,12 +369,7 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     assert pixels.shape == (1600, width, 3)
     assert (pixels == film).all(-1).mean() > 0.02  # the film is there, with its colour
 
-    # The page's own policy forbids any other script, so the probe runs in a copy without it.
-    probed = tmp_path / "probed.html"
-    text = re.sub(r"<meta http-equiv[^>]*>", "", file.read_text())
-    probed.write_text(text + PROBE.replace("WIDTH", str(width)))
-    seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
-    result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
+    result = probed(tmp_path, file, PROBE, width)
     assert result["width"] <= width  # nothing sticks out
     bar, tokens = sum(result["bar"]), [30, 10, 5, 10, 5]
     assert bar > width / 2
@@ -416,7 +405,7 @@ document.title = JSON.stringify(result);
 </script>"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+@in_a_browser
 @pytest.mark.parametrize("width, beside", [(1280, True), (390, False)])
 def test_runs_stand_side_by_side_on_a_screen_and_below_each_other_on_a_phone(
     width, beside, tmp_path
@@ -426,11 +415,6 @@ def test_runs_stand_side_by_side_on_a_screen_and_below_each_other_on_a_phone(
         keep(Path(run), *worked_example())
     Image.new("RGB", (960, 400), "white").save(tmp_path / "compare.png")
     table = [["", *(f"{run} toy" for run in runs)], ["questions", "3", "3"]]
-    text = report_runs(tmp_path, runs, table, ["compare.png"]).read_text()
-    probed = tmp_path / "probed.html"
-    text = re.sub(r"<meta http-equiv[^>]*>", "", text) + SIDES.replace("WIDTH", str(width))
-    probed.write_text(text)
-    seen = browse(tmp_path, f"--window-size={width},1600", "--dump-dom", probed.as_uri())
-    result = json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
-    assert result == {"width": pytest.approx(width, abs=width / 2), "beside": beside}
-    assert result["width"] <= width
+    page = report_runs(tmp_path, runs, table, ["compare.png"])
+    result = probed(tmp_path, page, SIDES, width)
+    assert width / 2 <= result["width"] <= width and result["beside"] is beside

@@ -1,9 +1,7 @@
-"""python -m pytest tests/test_study.py      about 3 s: every reward side by side"""
+"""python -m pytest tests/test_study.py      every reward side by side"""
 
 import json
-import os
 import re
-import signal
 import subprocess
 from pathlib import Path
 
@@ -12,18 +10,8 @@ from PIL import Image
 
 import beyond.study
 import evaluate
-import rewards
-from beyond.rivals import RIVALS
-from beyond.study import (
-    REWARDS,
-    WORLDS,
-    Job,
-    draw_study,
-    result,
-    rewards_markdown,
-    rewards_table,
-    routes,
-)
+from beyond.study import REWARDS, WORLDS, Job, draw_study, result, rewards_markdown
+from beyond.study import rewards_table, routes
 from train import parse_config
 
 HOME = "guessing pays"
@@ -64,17 +52,13 @@ def study(tmp_path):
     return tmp_path
 
 
-def test_every_studied_reward_is_one_that_can_be_trained():
-    assert set(REWARDS) <= {*rewards.REWARDS, *RIVALS}
-
-
 @pytest.mark.parametrize("reward", [*REWARDS, "zero-rl", "sft"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_job_is_a_command_that_train_understands(study, monkeypatch, reward, world):
     monkeypatch.chdir(ROOT)
     job = Job(reward, world, 0, ("--lambda-tool", "0.1"))
     config = parse_config(job.command(study)[1:])
-    assert config.reward == (reward if reward in {*rewards.REWARDS, *RIVALS} else "tapo")
+    assert config.reward == (reward if reward in REWARDS else "tapo")
     assert (config.seed, config.shortcut, config.lambda_tool) == (0, WORLDS[world], 0.1)
     assert config.out == str(study / job.name)
     assert (config.rl_steps == 0) == (reward == "sft")
@@ -91,16 +75,15 @@ def test_all_runs_of_a_seed_start_from_its_sft_model():
     assert Job("tapo", HOME, 0, ("--lazy", "0")).start == Job("sft", HOME, 0)
 
 
-@pytest.mark.parametrize("job, shared", [
-    (Job("accuracy", HOME, 0), True), (Job("tapo", HOME, 0, ("--lazy", "0")), True),
-    (Job("tapo", "looking pays", 0), False), (Job("tapo", HOME, 0, ("--shortcut", "0.9")), False),
+@pytest.mark.parametrize("shared, job", [
+    (True, Job("accuracy", HOME, 0)), (True, Job("tapo", HOME, 0, ("--lazy", "0"))),
+    (False, Job("tapo", "looking pays", 0)), (False, Job("tapo", HOME, 0, ("--shortcut", "0.9"))),
 ])  # fmt: skip
-def test_the_start_is_played_once_where_the_questions_are_the_same(study, monkeypatch, job, shared):
+def test_the_start_is_played_once_where_the_questions_are_the_same(study, monkeypatch, shared, job):
     train_by(monkeypatch, lambda argv, **_: Process())
     (study / "sft-guessing-0" / beyond.study.START).mkdir()
-    (study / "sft-guessing-0" / beyond.study.START / "trajectories.jsonl").write_text("{}")
     beyond.study.begin(job, study)
-    assert (study / job.name / beyond.study.START / "trajectories.jsonl").exists() is shared
+    assert (study / job.name / beyond.study.START).exists() is shared
 
 
 def test_names_tell_all_jobs_apart():
@@ -128,7 +111,7 @@ def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monk
         if "--model" in argv:
             start = Path(argv[argv.index("--model") + 1]).parent.name
             assert ended[start].told, argv
-        stages = dict.fromkeys(("sft", "rl"), metrics())
+        stages = dict.fromkeys(("sft", "rl"), METRICS)
         (out / "summary.json").write_text(json.dumps({"stages": stages}))
         (out / "log.jsonl").write_text("")
         ended[out.name] = Process(n=3 if "sft" in out.name else 1)
@@ -144,19 +127,6 @@ def test_all_runs_are_made_once_each_after_the_one_it_starts_from(tmp_path, monk
     assert set(json.loads((tmp_path / "study.json").read_text())["runs"]) == set(began)
 
 
-def test_one_core_has_one_run_at_a_time(tmp_path, monkeypatch):
-    running = []
-
-    def run(argv, **_):
-        assert all(process.told for process in running)
-        running.append(Process(n=3))
-        return running[-1]
-
-    train_by(monkeypatch, run, cores=1)
-    beyond.study.run_all([Job("sft", HOME, seed) for seed in range(3)], tmp_path)
-    assert len(running) == 3
-
-
 @pytest.mark.parametrize("cores", [1, 2, 16])
 def test_the_study_starts_anywhere_and_nothing_begins_after_a_failure(
     tmp_path, monkeypatch, cores, capsys
@@ -167,6 +137,7 @@ def test_the_study_starts_anywhere_and_nothing_begins_after_a_failure(
         out = out_of(argv)
         began.append((Path(cwd) / argv[1], out))
         assert not any(process.told for process in failing)
+        assert cores > 1 or all(process.told for process in others)  # one run a core
         if out.name == "sft-guessing-1":
             failing.append(Process(3, n=3))
             return failing[0]
@@ -192,18 +163,12 @@ def test_a_run_that_cannot_begin_is_named_and_ends_the_study(tmp_path, monkeypat
     assert re.search("File exists: .*sft-guessing-0", capsys.readouterr().err)
 
 
-def test_a_damaged_run_is_named(study):
-    (study / "sft-guessing-0" / "summary.json").write_text('{"stages"')
-    with pytest.raises(ValueError, match="sft-guessing-0/summary.json is damaged"):
-        result(Job("sft", HOME, 0), study)
-
-
 def test_ctrl_c_ends_the_study_with_the_runs_that_have_begun(tmp_path, monkeypatch, capsys):
     begun = []
 
     def run(argv, **_):
         if begun:
-            os.kill(os.getpid(), signal.SIGINT)
+            raise KeyboardInterrupt
         begun.append(Process(n=9))
         return begun[-1]
 
@@ -214,19 +179,19 @@ def test_ctrl_c_ends_the_study_with_the_runs_that_have_begun(tmp_path, monkeypat
     assert "stopped. The study ends when the runs that have begun do" in capsys.readouterr().out
 
 
-def metrics(**more) -> dict:
-    own = dict(accuracy=0.9, search_accuracy=0.8, ood_accuracy=0.3, tool_use=0.6, faithful=0.4,
-               unfaithful=0.2, no_tool=0.4, faithful_given_correct=0.5, crop_area=0.1,
-               unfaithful_given_correct=0.1, no_tool_given_correct=0.4, error_rate=0.0)  # fmt: skip
-    return own | more
+METRICS = dict(
+    accuracy=0.9, search_accuracy=0.8, ood_accuracy=0.3, tool_use=0.6, faithful=0.4,
+    unfaithful=0.2, no_tool=0.4, faithful_given_correct=0.5, unfaithful_given_correct=0.1,
+    no_tool_given_correct=0.4, crop_area=0.1, error_rate=0.0,
+)  # fmt: skip
 
 
 def finished(study: Path, job: Job, faithful: float, **more) -> dict:
     """A run of 15 steps whose answers are step / 100."""
     folder = study / job.name
     folder.mkdir(exist_ok=True)
-    stages = {"sft": metrics(), "rl": metrics(faithful=faithful, rates={"left": "out"}, **more)}
-    (folder / "summary.json").write_text(json.dumps({"stages": stages}))
+    end = METRICS | dict(faithful=faithful, rates={"left": "out"}) | more
+    (folder / "summary.json").write_text(json.dumps({"stages": {"sft": METRICS, "rl": end}}))
     numbers = dict(tools=0.5, format=0.0, tool_use=0.5, generated_tokens=9, calls=1.0)
     lines = [{"stage": "sft", "step": 1, "loss": 2.0}]
     for step in range(1, 16):
@@ -248,16 +213,16 @@ def test_a_result_is_start_end_and_the_mean_of_every_ten_steps(study):
 def test_what_each_route_pays_by_hand():
     """Of 100 search questions 80 are right: 40 of them came by a right crop, which 40 took, 8 by
     a careless one (of 20), 32 by a guess (of 40)."""
-    paid = routes(metrics())
+    paid = routes(METRICS)
     assert [*paid] == ["right crop", "careless crop", "direct answer"]
     shares, accuracies = zip(*paid.values())
     assert shares == (0.4, 0.2, 0.4) and accuracies == pytest.approx((1.0, 0.4, 0.8))
-    assert routes(metrics(unfaithful=0.0))["careless crop"] == (0.0, None)
+    assert routes(METRICS | dict(unfaithful=0.0))["careless crop"] == (0.0, None)
 
 
 def test_the_study_is_drawn_from_its_runs(study):
-    runs = [finished(study, Job("tapo", HOME, seed), 0.7 + seed / 10) for seed in (0, 1)]
-    runs += [finished(study, Job("accuracy", HOME, 0), 0.1)]
+    runs = [finished(study, Job("accuracy", HOME, 0), 0.1)]
+    runs += [finished(study, Job("tapo", HOME, seed), 0.7 + seed / 10) for seed in (0, 1)]
     runs += [finished(study, Job("tapo", HOME, 0, ("--lambda-tool", "0.4")), 0.99)]
     runs[-1]["routes"]["right crop"] = (0.1, 1.0)  # as if from another start: it does not count
     runs += [finished(study, Job("zero-rl", HOME, 0), 0.0, crop_area=None)]  # it never crops
@@ -265,9 +230,7 @@ def test_the_study_is_drawn_from_its_runs(study):
     assert table[HOME]["tapo"]["faithful"] == pytest.approx([0.7, 0.8])  # the sweep stays out
     assert table[HOME]["start"]["faithful"] == [0.4, 0.4] and list(table) == [HOME]
     text = rewards_markdown({"runs": dict(enumerate(runs)), "table": table}).splitlines()
-    assert [
-        line for line in text if "0.75 (0.70–0.80)" in line and line.startswith("| **TAPO** | 2")
-    ]
+    assert any(line.startswith("| **TAPO** | 2") and "0.75 (0.70–0.80)" in line for line in text)
     assert any(line.startswith("| TAPO without SFT | 1 |") and "|  |" in line for line in text)
     assert "| guessing pays | 0.40, 1.00 | 0.20, 0.40 | 0.40, 0.80 |" in text
     told = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
