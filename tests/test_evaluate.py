@@ -11,7 +11,6 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -660,10 +659,9 @@ def test_lies_and_ablations_are_printed_and_kept(policy, at_once, tmp_path, monk
 def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(
     bench, boxed, url, kinds, tmp_path, capsys
 ):
-    args = SimpleNamespace(bench=bench, judge_url=url, judge_model="m", out=tmp_path,
-                           judge_tokens=99, max_pixels=5_000_000,
-                           judge_prompt="evaluation_original")  # fmt: skip
-    judge, second = judges_of(args, boxed)
+    flags = dict(judge_url=url, judge_model="m", judge_tokens=99, max_pixels=5_000_000)
+    options = module.Options(model="m", bench=bench, out=tmp_path, **flags)
+    judge, second = judges_of(options, boxed)
     assert (type(judge), second and type(second)) == kinds
     told = "nobody says what is faithful" in capsys.readouterr().out
     assert told == (bench == "vstar" and not boxed and not url)
@@ -672,3 +670,4 @@ def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(
     served = second or judge
     if isinstance(served, ChatJudge):
         assert served.options["max_tokens"] == 99 and served.max_pixels == 5_000_000
+        assert served.prompt == "evaluation"

@@ -189,6 +189,14 @@ STATED = [
 ]  # fmt: skip
 
 
+def test_a_default_that_the_paper_gives_is_the_one_of_the_lab():
+    of_the_paper = {f.name for f in fields(Config) if "[paper" in f.metadata["argparse"]["help"]}
+    assert {name: getattr(LAB, name) for name in of_the_paper} == dict(
+        sft_epochs=3.0, lora_rank=0, rl_steps=200, questions=256, rollouts=8, temperature=1.0,
+        reward="tapo", adv_norm="none", rl_lr=1e-6,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("page, words, values", STATED)
 def test_a_default_that_a_page_states_is_the_one_of_the_config(page, words, values):
     stated = re.search(words, (ROOT / page).read_text(encoding="utf-8")).groups()
