@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import kit.page as module
-from kit.page import PAGE_LIMIT, picture, python, report, report_runs, spread
+from kit.page import PAGE_LIMIT, TEMPLATES, picture, report, report_runs, spread
 
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8))
 SAMPLE = {
@@ -278,7 +278,7 @@ def test_a_picture_fits_its_budget_and_keeps_its_shape(budget, tmp_path):
 
 
 def test_words_of_code_carry_the_classes_that_the_page_colours():
-    seen = Reader(python("for i in 'a<b': # 1\n    x = 2"))
+    seen = Reader(TEMPLATES.filters["python"]("for i in 'a<b': # 1\n    x = 2"))
     classes = [a["class"] for a in seen.all("span")]
     assert seen.text.strip() == "for i in 'a<b': # 1\n    x = 2"
     assert {"k", "ow", "s1", "c1", "mi"} <= set(classes)
@@ -286,7 +286,7 @@ def test_words_of_code_carry_the_classes_that_the_page_colours():
 
 @given(st.text(st.sampled_from("ab1_ .#'\"\n<>&=for"), max_size=60))
 def test_highlighting_loses_nothing_and_escapes_everything(code):
-    text = re.sub(r'</?span[^<>"]*("\w*")?>', "", python(code))
+    text = re.sub(r'</?span[^<>"]*("\w*")?>', "", TEMPLATES.filters["python"](code))
     assert html.unescape(text).strip("\n") == code.strip("\n") and not set("<>") & set(text)
 
 
