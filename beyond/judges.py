@@ -151,6 +151,7 @@ SYSTEM = ("size", "color", "corner")
 NOISE = [f"crop_{miss}_{alarm}" for miss in RATES for alarm in RATES if miss + alarm]
 COLUMNS = ("faithful", "ood_accuracy", "ood_given_faithful", "tool_use", "accuracy", "crop_area",
            "calls")  # fmt: skip
+HEAD = [LABELS.get(name, "read what it saw") for name in COLUMNS]
 Table = dict[str, list[Job]]  # name of a row: its runs, one for each seed
 
 
@@ -194,8 +195,7 @@ def study_judges(study: Path, quick: bool) -> str:
 
 def shown(study: Path, tables: dict[str, Table]) -> str:
     """The tables in Markdown, with what has ended by now. What has not is an empty cell."""
-    head = ["", "seeds", *(LABELS.get(name, "read what it saw") for name in COLUMNS)]
-    head += ["greedily: faithful", "out-of-prior accuracy"]
+    head = ["", "seeds", *HEAD, "greedily: faithful", "out-of-prior accuracy"]
     parts, numbers = [], {}
     for title, table in tables.items():
         rows = []
@@ -228,28 +228,28 @@ def over_time(study: Path, table: Table) -> str:
         for step in sorted({line["step"] for line in own}):
             at = [line for line in own if line["step"] == step]
             rows.append([name, f"{step}", *(told([m[c] for m in at], True) for c in COLUMNS[:3])])
-    head = ["", "step", *(LABELS.get(name, "read what it saw") for name in COLUMNS[:3])]
-    return markdown("Looked, or used:", head, rows)
+    return markdown("Looked, or used:", ["", "step", *HEAD[:3]], rows)
 
 
 def places(study: Path) -> str:
-    """What a systematic error teaches: where the policy looks at the end, on search questions."""
-    rows = []
-    for (job,) in map(named, ("tapo", "whole", *SYSTEM)):
-        if not end_of(study, job):
-            continue
-        found, boxes = {True: [], False: []}, []
+    """What systematic errors and the eager habit teach: where the policy looks at the end, and how
+    many crops it has shown before, on search questions."""
+    rows, jobs = [], [*map(named, ("tapo", "whole", *SYSTEM))]
+    jobs += [named(reward, "--habit", "eager") for reward in ("sft", *CONTROLS[:-1])]
+    for job in (job for (job,) in jobs if end_of(study, job)):
+        found, boxes, again = {True: [], False: []}, [], []
         for line in open(study / job.name / "trajectories.jsonl", encoding="utf-8"):
             t = json.loads(line)
             if t["sample"]["kind"] == "search":
                 found[COLOR in t["sample"]["question"].split()].append(t["look"] == "faithful")
                 seen = (step["observation"] for step in t["steps"] if step["observation"])
-                boxes += [box for one in seen for box in one["boxes"] if box]
+                own = [box for one in seen for box in one["boxes"] if box]
+                boxes, again = boxes + own, again + [b in own[:i] for i, b in enumerate(own)]
         corner = [recall(box, CORNER) == 1 and share(box, (SIZE, SIZE)) < 0.9 for box in boxes]
         large = [share(box, (SIZE, SIZE)) > 0.9 for box in boxes]
-        numbers = (found[True], found[False], corner, large)
-        rows.append([job.reward.split(".")[-1], *(told(values) for values in numbers)])
-    head = ["judge", f"faithful on {COLOR}", "on other colours", "crops of a1", "whole images"]
+        numbers = (found[True], found[False], corner, large, again)
+        rows.append([job.name.removesuffix("-guessing-0"), *map(told, numbers)])
+    head = ["", f"faithful on {COLOR}", "on other colours", "crops of a1", "whole images", "again"]
     return markdown("Where the policy looks:", head, rows)
 
 
