@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from unittest import mock
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from transformers import DynamicCache, GenerationConfig, Qwen2_5_VLConfig
 
 import rollout
-from beyond.tiny import tiny_tokenizer
+from beyond.tiny import tiny_policy
 from data import TAGS, Sample
 from grpo import LogProbs, Objective, advantage_std, group_row, learn, log_probs
 from kit.caches import left_pad
@@ -49,33 +50,26 @@ TRL = "1.16.0"  # optional: only --trl needs it
 
 def build(hidden: int = 256, layers: int = 2, vocabulary: int | None = None) -> Policy:
     """A Qwen2.5-VL of the given size with random weights and 16-pixel visual tokens."""
-    tokenizer = tiny_tokenizer()
-    id_of, head = tokenizer.convert_tokens_to_ids, hidden // 4
-    text = dict(
-        vocab_size=vocabulary or len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=8192, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=id_of("<|im_end|>"), pad_token_id=id_of("<|endoftext|>"),
+    tiny, eighth = tiny_policy(0), hidden // 32  # of a head
+    shape = tiny.model.config.to_dict() | {"initializer_range": 0.02}
+    shape["text_config"].pop("layer_types")
+    shape["text_config"] |= dict(
+        vocab_size=vocabulary or len(tiny.tokenizer), hidden_size=hidden, num_hidden_layers=layers,
+        intermediate_size=2 * hidden, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=8192, initializer_range=0.02,
         rope_parameters=dict(rope_type="default", rope_theta=1e6,
-                             mrope_section=[head // 8, head // 8, head // 4]),
+                             mrope_section=[eighth, eighth, 2 * eighth]),
     )  # fmt: skip
-    vision = dict(
-        depth=2, hidden_size=hidden // 2, intermediate_size=hidden, num_heads=4, patch_size=8,
-        spatial_merge_size=2, temporal_patch_size=2, window_size=64, out_hidden_size=hidden,
-        fullatt_block_indexes=[1],
+    shape["vision_config"] |= dict(
+        depth=2, hidden_size=hidden // 2, intermediate_size=hidden, num_heads=4, window_size=64,
+        out_hidden_size=hidden, fullatt_block_indexes=[1], initializer_range=0.02,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Model(Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=id_of("<|image_pad|>"),
-        video_token_id=id_of("<|video_pad|>"), vision_start_token_id=id_of("<|vision_start|>"),
-        vision_end_token_id=id_of("<|vision_end|>"), tie_word_embeddings=False,
-    ))  # fmt: skip
-    processor = ImageProcessor(
-        patch_size=8, merge_size=2, size={"shortest_edge": 256, "longest_edge": 1 << 24}
-    )
-    policy = Policy(model.eval(), tokenizer, processor, TAGS)
-    ends = {policy.end_id, *id_of(["</code>", "</answer>"])}
-    policy.forbidden = sorted(ends.union(policy.forbidden))  # turns of a fixed length
+    model = Model(Qwen2_5_VLConfig(**shape)).eval()
+    size = {"shortest_edge": 256, "longest_edge": 1 << 24}
+    policy = Policy(model, tiny.tokenizer, ImageProcessor(patch_size=8, size=size), TAGS)
+    ends = policy.tokenizer.convert_tokens_to_ids(["<|im_end|>", "</code>", "</answer>"])
+    policy.forbidden = sorted({*ends, *policy.forbidden})  # turns of a fixed length
     return policy
 
 
@@ -95,13 +89,7 @@ class Eyes:
     shown = Observation(images=[picture(64)], boxes=[None], sources=["show"])
 
     def __init__(self, *args) -> None:
-        pass
-
-    def run(self, code: str) -> Observation:
-        return self.shown
-
-    def close(self) -> None:
-        pass
+        self.run, self.close = lambda code: self.shown, lambda: None
 
 
 def always_code(policy, trajectory, reply):
@@ -144,14 +132,13 @@ def plain_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = T
 
 def paired(ours: Callable, baseline: Callable, repeats: int) -> tuple[float, float]:
     """CPU seconds of both, run in turn, medians; one unmeasured run each comes first."""
-    spent: tuple[list[float], list[float]] = [], []
-    for repeat in range(repeats + 1):
-        for side, run in enumerate((ours, baseline)):
+    spent: dict[Callable, list[float]] = {ours: [], baseline: []}
+    for _ in range(repeats + 1):
+        for run, spans in spent.items():
             began = time.process_time()
             run()
-            if repeat:
-                spent[side].append(time.process_time() - began)
-    return statistics.median(spent[0]), statistics.median(spent[1])
+            spans.append(time.process_time() - began)
+    return tuple(statistics.median(spans[1:]) for spans in spent.values())
 
 
 def line(check: str, ours: float, baseline: float, bound: float, at_most: bool = False) -> bool:
@@ -162,16 +149,10 @@ def line(check: str, ours: float, baseline: float, bound: float, at_most: bool =
     return ok
 
 
-def rollout_1024() -> bool:
-    policy, sample = build(), question(1024)
-    ours, plain = paired(lambda: ours_play(policy, sample), lambda: plain_play(policy, sample), 1)
-    return line("rollout, K 8, 3 turns, 1024 visual tokens: plain / ours", ours, plain, 6)
-
-
-def rollout_256() -> bool:
-    policy, sample = build(), question(256)
-    ours, plain = paired(lambda: ours_play(policy, sample), lambda: plain_play(policy, sample), 3)
-    return line("rollout, K 8, 3 turns, 256 visual tokens: plain / ours", ours, plain, 2.5)
+def rollouts(visual: int, bound: float, repeats: int) -> bool:
+    ways = [partial(play, build(), question(visual)) for play in (ours_play, plain_play)]
+    check = f"rollout, K 8, 3 turns, {visual} visual tokens: plain / ours"
+    return line(check, *paired(*ways, repeats), bound)
 
 
 @torch.no_grad()
@@ -205,10 +186,10 @@ def group(policy: Policy, sample: Sample, length: int) -> list:
 def padded_logp(policy: Policy, trajectories: list) -> torch.Tensor:
     """The usual way: one padded row per rollout, logits for the completion part only."""
     width = max(len(t.ids) for t in trajectories)
-    ids = torch.tensor([t.ids + [policy.pad_id] * (width - len(t.ids)) for t in trajectories])
-    acted = torch.tensor([t.acted + [False] * (width - len(t.ids)) for t in trajectories])
-    mask = torch.tensor([[1] * len(t.ids) + [0] * (width - len(t.ids)) for t in trajectories])
-    P = trajectories[0].prompt
+    P, pads = trajectories[0].prompt, [width - len(t.ids) for t in trajectories]
+    ids = torch.tensor([t.ids + [policy.pad_id] * n for t, n in zip(trajectories, pads)])
+    acted = torch.tensor([t.acted + [False] * n for t, n in zip(trajectories, pads)])
+    mask = torch.tensor([[1] * (width - n) + [0] * n for n in pads])
     logits = policy.model(
         input_ids=ids, attention_mask=mask, mm_token_type_ids=(ids == policy.image_id).int(),
         use_cache=False, logits_to_keep=width - P + 1,
@@ -441,8 +422,8 @@ def growth() -> None:
 
 
 CHECKS: dict[str, Callable[[], bool]] = {
-    "rollout 1024": rollout_1024,
-    "rollout 256": rollout_256,
+    "rollout 1024": lambda: rollouts(1024, 6, 1),
+    "rollout 256": lambda: rollouts(256, 2.5, 3),
     "prefill": prefill,
     "learning 1024": lambda: learning(1024, 5, 2),
     "learning 256": lambda: learning(256, 2.5, 3),

@@ -6,10 +6,10 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kit.boxes import Box, area, beside, intersection, iou, outwards, recall, share
+from kit.boxes import Box, area, beside, covered, intersection, iou, outwards, recall, share
 
 WIDTH, HEIGHT = 12, 9
 
@@ -28,14 +28,15 @@ def mask(box: Box) -> np.ndarray:
     return pixels
 
 
-@given(a=boxes(), b=boxes())
-def test_every_number_is_what_counting_pixels_gives(a, b):
+@given(a=boxes(), b=boxes(), c=boxes())
+def test_every_number_is_what_counting_pixels_gives(a, b, c):
     both, either = (mask(a) & mask(b)).sum(), (mask(a) | mask(b)).sum()
     assert area(a) == mask(a).sum()
     assert area(intersection(a, b)) == both
     assert recall(a, b) == both / area(b)
     assert iou(a, b) == both / either
     assert share(a, (WIDTH, HEIGHT)) == mask(a).mean()
+    assert covered(a, [b, c]) == (mask(b) | mask(c))[mask(a)].mean()
 
 
 @given(a=boxes(), b=boxes())
@@ -53,10 +54,14 @@ def test_a_box_without_pixels_counts_nothing_and_is_no_target(empty):
         recall((0, 0, 9, 9), empty)
 
 
-corner = st.floats(-20, 30) | st.integers(-20, 30)
+odd = st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -1e300])
+corner = st.floats(-20, 30) | st.integers(-20, 30) | odd
+whole = boxes()
 
 
-@given(corners=st.tuples(corner, corner, corner, corner), border=st.booleans())
+@given(st.tuples(corner, corner, corner, corner) | whole, st.booleans())
+@example((2, 3, 10**400, 10**400), True)
+@example((2.0, 3.0, 5.0, 7.0), True)
 def test_outwards_is_the_smallest_box_that_holds_the_corners(corners, border):
     x0, y0, x1, y1 = corners
     size = (WIDTH, HEIGHT) if border else None
@@ -64,11 +69,13 @@ def test_outwards_is_the_smallest_box_that_holds_the_corners(corners, border):
         box = outwards(*corners, size)
     except ValueError as error:
         assert str([*corners]) in str(error)  # it names the box
+        if any(v != v or abs(v) == math.inf for v in corners):
+            assert "NaN or infinity" in str(error)
+            return
         # No pixel of the image is touched; an integer x0 = x1 touches none.
-        xs, ys = range(WIDTH) if size else range(-20, 30), range(HEIGHT) if size else range(-20, 30)
-        assert not any(x + 1 > x0 and x < x1 for x in xs) or not any(
-            y + 1 > y0 and y < y1 for y in ys
-        )
+        xs, ys = map(range, size) if size else [range(-20, 30)] * 2
+        wide, high = any(x0 - 1 < x < x1 for x in xs), any(y0 - 1 < y < y1 for y in ys)
+        assert not (wide and high)
         return
     assert all(isinstance(v, int) for v in box) and area(box) > 0
     a, b, c, d = box
@@ -76,26 +83,6 @@ def test_outwards_is_the_smallest_box_that_holds_the_corners(corners, border):
         assert 0 <= a < c <= WIDTH and 0 <= b < d <= HEIGHT
         x0, y0, x1, y1 = max(x0, 0), max(y0, 0), min(x1, WIDTH), min(y1, HEIGHT)
     assert a <= x0 < a + 1 and b <= y0 < b + 1 and c - 1 < x1 <= c and d - 1 < y1 <= d
-
-
-@given(box=boxes())
-def test_outwards_leaves_whole_boxes_inside_the_image_alone(box):
-    assert outwards(*box) == outwards(*map(float, box), (WIDTH, HEIGHT)) == box
-
-
-@given(box=boxes(), where=st.integers(0, 3), odd=st.sampled_from([math.nan, math.inf, -math.inf]))
-def test_outwards_refuses_what_is_not_finite_and_names_it(box, where, odd):
-    corners = [*box]
-    corners[where] = odd
-    with pytest.raises(ValueError, match="NaN or infinity") as refused:
-        outwards(*corners, (WIDTH, HEIGHT))
-    assert str(corners) in str(refused.value)
-
-
-@given(box=boxes(), far=st.sampled_from([1e300, 10**400]))
-def test_outwards_cuts_what_is_far_outside(box, far):
-    assume(box[2] < WIDTH)
-    assert outwards(*box[:2], far, far, (WIDTH, HEIGHT)) == (*box[:2], WIDTH, HEIGHT)
 
 
 @given(box=boxes(), seed=st.integers(0, 9))

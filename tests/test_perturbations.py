@@ -30,8 +30,7 @@ def test_mask_and_noise_differ_from_any_picture_and_keep_its_size(box, plain, se
 
 
 def test_a_grey_picture_is_masked_black_though_it_was_read_from_a_file():
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (128, 128, 128)).save(buffer, "PNG")
+    Image.new("RGB", (8, 8), (128, 128, 128)).save(buffer := io.BytesIO(), "PNG")
     told = instead_of(Image.open(buffer), "mask", None, IMAGE, Random(0))
     assert told.getextrema() == ((0, 0),) * 3
 

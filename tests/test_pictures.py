@@ -11,7 +11,6 @@ from kit.pictures import TURNS, eight_bits, flat, upright_rgb
 from kit.tables import read_image
 
 RAMP = np.linspace(0, 65535, 64 * 64).round().astype(np.uint16).reshape(64, 64)
-EIGHT = (np.arange(64 * 64) % 256).reshape(64, 64)
 
 
 def encoded(image, kind, **more) -> bytes:
@@ -19,26 +18,16 @@ def encoded(image, kind, **more) -> bytes:
     return file.getvalue()
 
 
-def opened(image, kind, **more):
-    return Image.open(io.BytesIO(encoded(image, kind, **more)))
+def opened(*image, **more) -> Image.Image:
+    return Image.open(io.BytesIO(encoded(*image, **more)))
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "JPEG2000"])
-def test_16_bits_are_divided_by_257(kind):
-    image = read_image(encoded(Image.fromarray(RAMP), kind))
-    assert abs(np.asarray(image)[..., 1] - RAMP / 257).max() <= 0.5
-
-
-@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I", "F"])
-def test_every_mode_of_16_bits_is_scaled(mode):
-    image = Image.fromarray(RAMP.astype(">u2" if mode == "I;16B" else "<u2"))
-    image = (
-        image
-        if mode.startswith("I;")
-        else Image.fromarray(RAMP.astype({"I": "i4", "F": "f4"}[mode]))
-    )
-    assert image.mode == mode
-    assert abs(np.asarray(flat(image))[..., 0] - RAMP / 257).max() <= 0.5
+@pytest.mark.parametrize("image", [
+    *(Image.fromarray(RAMP.astype(kind)) for kind in ("<u2", ">u2", "i4", "f4")),  # four modes
+    *(opened(Image.fromarray(RAMP), kind) for kind in ("PNG", "TIFF", "PPM", "JPEG2000")),
+], ids=lambda image: f"{image.format} {image.mode}")  # fmt: skip
+def test_16_bits_are_divided_by_257(image):
+    assert abs(np.asarray(upright_rgb(image))[..., 1] - RAMP / 257).max() <= 0.5
 
 
 @pytest.mark.parametrize("values, got", [
@@ -63,7 +52,7 @@ def test_what_is_transparent_is_white_in_every_mode():
         assert shown.getpixel((2, 2)) == (255, 255, 255), mode
 
 
-def exif(order, *entries) -> bytes:
+def exif(*entries) -> bytes:
     """An EXIF block of (tag, type, count, four bytes or what stands behind the table)."""
     table, tail, end = struct.pack("<H", len(entries)), b"", 8 + 2 + 12 * len(entries) + 4
     for tag, kind, count, value in entries:
@@ -74,19 +63,17 @@ def exif(order, *entries) -> bytes:
 
 
 ORIENTED = (0x0112, 3, 1, struct.pack("<H", 6))
-ODD = {
-    "a negative resolution": (0x011A, 10, 1, struct.pack("<ii", -1, 0)),
-    "a large compression": (0x0103, 4, 1, struct.pack("<I", 70_000)),
-    "a count too large": (0x010E, 2, 60_000, b"abc"),
-}
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_a_photo_with_odd_exif_is_turned_all_the_same(name):
+@pytest.mark.parametrize("odd", [
+    (0x011A, 10, 1, struct.pack("<ii", -1, 0)),  # a negative resolution
+    (0x0103, 4, 1, struct.pack("<I", 70_000)),  # a large compression
+    (0x010E, 2, 60_000, b"abc"),  # a count too large
+])  # fmt: skip
+def test_a_photo_with_odd_exif_is_turned_all_the_same(odd):
     image = Image.new("RGB", (30, 18), "red")
     image.paste("blue", (0, 0, 5, 5))
-    entries = sorted([ORIENTED, ODD[name]])
-    turned = read_image(encoded(image, "JPEG", exif=exif("II", *entries), quality=95))
+    turned = read_image(encoded(image, "JPEG", exif=exif(*sorted([ORIENTED, odd])), quality=95))
     assert turned.size == (18, 30) and turned.getpixel((15, 2))[2] > 200
     assert not turned.getexif()
 
@@ -94,6 +81,7 @@ def test_a_photo_with_odd_exif_is_turned_all_the_same(name):
 def test_exif_that_cannot_be_read_turns_nothing():
     image = opened(Image.new("RGB", (30, 18)), "JPEG", exif=b"Exif\0\0MMMMMMMMMMMM")
     assert upright_rgb(image).size == (30, 18)
+    assert upright_rgb(plain := image.convert("RGB")) is plain  # nothing is to be done
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
@@ -103,14 +91,8 @@ def test_every_orientation_is_undone_once(orientation, kind):
     image.paste("red", (0, 0, 16, 8))
     inverse = {6: 8, 8: 6}.get(orientation, orientation)
     stored = image.transpose(TURNS[inverse]) if orientation > 1 else image
-    tag = Image.Exif()
-    tag[0x0112] = orientation
-    upright = upright_rgb(upright_rgb(opened(stored, kind, exif=tag)))
+    entry = (0x0112, 3, 1, struct.pack("<H", orientation))
+    upright = upright_rgb(upright_rgb(opened(stored, kind, exif=exif(entry))))
     assert upright.size == (32, 16)
     corners = [upright.getpixel(at) for at in ((4, 3), (28, 3), (4, 13), (28, 13))]
     assert [green < 128 for _, green, _ in corners] == [True, False, False, False]
-
-
-def test_a_picture_that_needs_nothing_is_the_same_object():
-    image = Image.new("RGB", (5, 5))
-    assert upright_rgb(image) is image

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_rivals.py      about 9 s, most of them to import torch
+"""python -m pytest tests/test_rivals.py      seconds, most of them to import torch
 
 Every number below is worked out by hand from the formula."""
 
@@ -13,6 +13,7 @@ from PIL import Image
 from beyond.rivals import RIVALS, contradicts
 from data import Sample
 from rewards import REWARDS, BoxJudge, Lambdas, crop, hand_made, reward_named
+from rollout import Trajectory
 from sandbox import Observation
 
 IMAGE = Image.new("RGB", (256, 256))
@@ -27,10 +28,11 @@ RAN = crop(SEARCH, (64, 64, 128, 128))  # showed a picture
 FAILED = Observation(error="ZeroDivisionError", red_lines=["sandbox_error"])
 
 
-def pay(name, *group, judge=BoxJudge(), weights=Lambdas(), sample=SEARCH):
-    """Totals of a group. Each is (answer or None, *observations)."""
-    played = [hand_made(sample, *seen, answer=answer) for answer, *seen in group]
-    return [r.total for r in reward_named(name)(played, judge, weights, random.Random(0))]
+def pay(name, *group, judge=BoxJudge(), sample=SEARCH):
+    """Totals of a group. Each is a trajectory, or (answer or None, *observations)."""
+    played = [t if isinstance(t, Trajectory) else hand_made(sample, *t[1:], answer=t[0])
+              for t in group]  # fmt: skip
+    return [r.total for r in reward_named(name)(played, judge, Lambdas(), random.Random(0))]
 
 
 RIGHT, LIE, NONE = "checker", "diagonal", None
@@ -47,30 +49,22 @@ def test_thyme_by_hand():
     assert pay("thyme", (RIGHT,), (RIGHT, RAN, RAN), (LIE, RAN), (NONE, RAN)) == [
         1 + 0.5 + 0.5, 1 + 0.5 + 0.5, -1 + 0 + 0.5, 0 + 0 + 0,
     ]  # fmt: skip
-    torn = [thinking("so the answer is diagonal."), thinking("so the answer is checker.")]
-    got = RIVALS["thyme"](torn, BoxJudge(), Lambdas(), random.Random(0))
-    assert [r.total for r in got] == [1 + 0 + 0.5, 1 + 0.5 + 0.5]
+    torn, firm = thinking("so the answer is diagonal."), thinking("so the answer is checker.")
+    assert pay("thyme", torn, firm) == [1 + 0 + 0.5, 1 + 0.5 + 0.5]
 
 
-@pytest.mark.parametrize(
-    "thought, answer, torn",
-    [
-        ("I can see it.", "checker", False),  # concludes nothing
-        ("It looks diagonal, or checker.", "checker", False),
-        ("The answer is diagonal.", "checker", True),
-        ("The answer is checker. It has two tones.", "checker", False),
-        (r"So \boxed{2}", "2.0", False),
-        (r"So \boxed{3}", "2", True),
-        ("The answer is diagonal. No: the answer is checker", "checker", False),
-    ],
-)
+@pytest.mark.parametrize("thought, answer, torn", [
+    ("I can see it.", "checker", False),  # concludes nothing
+    ("It looks diagonal, or checker.", "checker", False),
+    ("The answer is diagonal.", "checker", True),
+    ("The answer is diagonal." + " hm" * 200, "checker", False),  # only the end is read
+    ("The answer is checker. It has two tones.", "checker", False),
+    (r"So \boxed{2}", "2.0", False),
+    (r"So \boxed{3}", "2", True),
+    ("The answer is diagonal. No: the answer is checker", "checker", False),
+])  # fmt: skip
 def test_thoughts_that_conclude_otherwise_contradict_the_answer(thought, answer, torn):
     assert contradicts(thinking(thought, answer)) is torn
-
-
-def test_thoughts_before_the_last_500_characters_are_not_read():
-    far = thinking("The answer is diagonal." + " hm" * 200)
-    assert not contradicts(far)
 
 
 def test_deepeyes_by_hand():
@@ -104,8 +98,8 @@ def test_codedance_by_hand():
     bad = [hand_made(SEARCH, RAN, answer=a) for a in (RIGHT, LIE)]
     for t in bad:
         t.turns[-1].text += "</think>"
-    got, d = RIVALS["codedance"](bad, BoxJudge(), Lambdas(), random.Random(0)), 0.832018 - 0.2
-    assert [r.total for r in got] == pytest.approx([0.8 + 1.5 * d, -0.2 + 0.5 * d], abs=1e-6)
+    d = 0.832018 - 0.2
+    assert pay("codedance", *bad) == pytest.approx([0.8 + 1.5 * d, -0.2 + 0.5 * d], abs=1e-6)
 
 
 def test_pyvision_by_hand():
@@ -128,12 +122,9 @@ def test_faitheyes_by_hand():
     assert got == pytest.approx([1.1, 1.0, 0.2, 0.2 - 0.2 - 0.2])
     long = hand_made(SEARCH, RAN, answer=None)
     long.ended = "length"  # cut off as well
-    (cut,) = RIVALS["faitheyes"]([long], BoxJudge(), Lambdas(), random.Random(0))
-    assert cut.total == pytest.approx(0.2 - 0.2 - 0.2)
-    torn = RIVALS["faitheyes"]([thinking("The answer is red.")], BoxJudge(), Lambdas(), None)
-    assert torn[0].total == pytest.approx(1 + 0.2 - 0.2)
-    (silent,) = pay("faitheyes", (RIGHT, RAN), judge=lambda *asked: None)
-    assert silent is None
+    assert pay("faitheyes", long) == pytest.approx([0.2 - 0.2 - 0.2])
+    assert pay("faitheyes", thinking("The answer is red.")) == pytest.approx([1 + 0.2 - 0.2])
+    assert pay("faitheyes", (RIGHT, RAN), judge=lambda *asked: None) == [None]
 
 
 def test_a_failure_of_ours_is_no_call_for_anybody():
@@ -143,22 +134,13 @@ def test_a_failure_of_ours_is_no_call_for_anybody():
 
 
 some_shown = st.lists(st.sampled_from([RAN, WRONG, FAILED, EMPTY, PRINTED]), max_size=5)
-anything = st.builds(
-    lambda shown, right: hand_made(SEARCH, *shown, answer=RIGHT if right else LIE),
-    some_shown,
-    st.booleans(),
-)
+anything = st.tuples(st.sampled_from([RIGHT, LIE]), some_shown).map(lambda t: (t[0], *t[1]))
 
 
 @given(st.lists(anything, min_size=1, max_size=5))
 def test_accuracy_and_thyme_do_not_see_what_tools_showed(group):
     for name in ("accuracy", "thyme"):
-        blind = [hand_made(SEARCH, answer=t.answer) for t in group]
-        looking, not_looking = (
-            [r.total for r in reward_named(name)(g, BoxJudge(), Lambdas(), random.Random(0))]
-            for g in (group, blind)
-        )
-        assert looking == not_looking
+        assert pay(name, *group) == pay(name, *[(answer,) for answer, *_ in group])
 
 
 @given(some_shown)
