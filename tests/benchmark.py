@@ -51,7 +51,7 @@ TRL = "1.16.0"  # optional: only --trl needs it
 def build(hidden: int = 256, layers: int = 2, vocabulary: int | None = None) -> Policy:
     """A Qwen2.5-VL of the given size with random weights and 16-pixel visual tokens."""
     tiny, eighth = tiny_policy(0), hidden // 32  # of a head
-    shape = tiny.model.config.to_dict() | {"initializer_range": 0.02}
+    shape = tiny.model.config.to_dict()
     shape["text_config"].pop("layer_types")
     shape["text_config"] |= dict(
         vocab_size=vocabulary or len(tiny.tokenizer), hidden_size=hidden, num_hidden_layers=layers,

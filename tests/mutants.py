@@ -60,10 +60,10 @@ def table() -> list[Mutant]:
 
 def tests_of(file: str) -> list[str]:
     """The tests of a module; those of the module that it is a part of, if it has none."""
-    name = Path(file).stem
-    while not (found := sorted((ROOT / "tests").glob(f"test_{name}.py"))):
+    name, folder = Path(file).stem, ROOT / "tests"
+    while not (found := [*folder.glob(f"test_{name}.py"), *folder.glob(f"test_{name}_*.py")]):
         name = name.rstrip("*").rpartition("_")[0] + "*"
-    return [f"tests/{path.name}" for path in found]
+    return sorted({f"tests/{path.name}" for path in found})
 
 
 def cpu(process: psutil.Process) -> float:

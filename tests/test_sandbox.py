@@ -144,6 +144,9 @@ CASES = {
     "F31 unfinished last line": (
         "crop = image.crop((0,0,150,150))\ncrop.save('c.png')\nprint('saved to",
         dict(boxes=[(0, 0, 150, 150)], notes="left out the unfinished end: \"print('saved to")),
+    "F31 three unfinished lines, and four": (
+        "print(1)\nf(\n2,\n3", dict(text="1\n", notes="left out the unfinished end"),
+        "print(1)\nf(\n2,\n3,\n4", dict(error="SyntaxError", red=["sandbox_error"])),
     "F32 exit()": ("image.crop((0,0,99,99)).save('c.png')\nkept = 3\nprint('ok')\nexit()",
         dict(boxes=[(0, 0, 99, 99)], text="ok\n", notes="exit()"),
         "print(kept)", dict(text="3\n")),
@@ -326,10 +329,8 @@ SAME = "; np.array_equal(np.array(Image.open(image_path)), np.array(image))"
 
 @pytest.mark.parametrize("code, text", [
     ("os.path.exists('image.png'), glob.glob('*.png')", "(True, ['image.png'])"),
-    ("np.array_equal(np.array(Image.open('image.png')), np.array(image))", "True"),
     ("np.array_equal(np.round(255 * plt.imread('image.png')), np.array(image))", "True"),
     ("len(np.fromfile('image.png', np.uint8)) == len(Path('image.png').read_bytes())", "True"),
-    ("os.path.getsize('image.png') == os.path.getsize(image_path)", "True"),
     ("shutil.copy('image.png', 'b.bin'); cv2.imread('b.bin').shape", "(600, 800, 3)"),
     ("Path('/mnt/data/a/b').mkdir(parents=True); Path('/mnt/data/a').exists()", "True"),
     ("os.makedirs('/mnt/t'); open('/mnt/t/n.txt', 'w').write('x'); os.path.exists('/mnt/t/n.txt')",
@@ -346,14 +347,12 @@ SAME = "; np.array_equal(np.array(Image.open(image_path)), np.array(image))"
     ("Image.new('RGB', (50, 50)).save('image.png'); Image.open('image.png').size", "(50, 50)"),
     ("open('image.png', 'w').write('x'); len(open('image.png').read())", "1"),
     ("open('a', 'w').close(); os.rename('a', 'b'); os.replace('b', 'c'); os.stat('c')[6]", "0"),
-    ("open('a', 'w').close(); Path('a').rename('d'); os.path.exists('d')", "True"),
     ("open('a', 'w').close(); os.mkdir('o'); shutil.move('a', 'o'); os.listdir('o')", "['a']"),
     ("open('a', 'w').close(); shutil.move('a', '/mnt/data/b'); os.path.isfile('b')", "True"),
     ("shutil.copy('image.png', '/mnt/data/b'); os.path.getsize('b') > 1_000_000", "True"),
     ("os.listdir('/mnt/data')", "['image.png']"),
     ("glob.glob('/mnt/data/*.png')", "['/mnt/data/image.png']"),
     ("np.save('/home/me/a.npy', np.ones(3)); float(np.load('/home/me/a.npy').sum())", "3.0"),
-    ("Path('/home/me/n.txt').write_text('x'); len(os.listdir('/home/me'))", "2"),
     ("a = np.array(image); a[9.5:19.2, -9:5] = 0; bool((a[9:20, :5] == 0).all())", "True"),
     ("image.save('e.bmp'); os.path.getsize('e.bmp') > 1_000_000; None", "None"),
     ("random.random(), np.random.rand()", "(0.8444218515250481, 0.5488135039273248)"),
@@ -365,8 +364,6 @@ SAME = "; np.array_equal(np.array(Image.open(image_path)), np.array(image))"
     ("open('image.png', 'wb').write(b'x')" + SAME, "True"),
     ("cv2.imwrite('image.png', np.zeros((50, 50, 3), np.uint8))" + SAME, "True"),
     ("os.remove('image.png')" + SAME, "True"),
-    ("Path('image.png').write_bytes(b'x')" + SAME, "True"),
-    ("np.zeros(9).tofile('image.png')" + SAME, "True"),
 ])  # fmt: skip
 def test_honest_programs_run(box, code, text):
     seen = box.run(code)
@@ -457,14 +454,47 @@ anything = st.recursive(
 )
 
 
-@given(anything | st.lists(st.lists(number | st.none(), min_size=4, max_size=8), max_size=3))
-def test_forged_steps_never_make_a_box(claim):
-    """Whatever the worker claims, an image that is not in the input is no crop of it."""
-    assert verified(picture(64, 48), Image.new("RGB", (30, 30)), claim) == (None, "")
-
-
 def pil(width, height, to_width, to_height, how=Image.BICUBIC, gap=None):
     return ["pil", to_width, to_height, how, 0, 0, width, height, gap]
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_a_picture_that_lost_more_than_half_its_resolution_on_the_way_has_no_box(k):
+    few = W // k, H // k
+    shown, claim = PICTURE.resize(few).resize((W, H)), [pil(W, H, *few), pil(*few, W, H)]
+    assert verified(PICTURE, shown, claim)[0] == ((0, 0, W, H) if k < 3 else None)
+
+
+def seconds_on_a_core(function, *arguments):
+    began = time.process_time()
+    return function(*arguments), time.process_time() - began
+
+
+@st.composite
+def steps(draw):
+    """A step of the right form; it may lack its end, or hold an odd value."""
+    forms = [pil(W, H, 300, 300), pil(300, 300, 300, 300), ["crop", 0, 0, 300, 300], ["turn", 9]]
+    step = draw(st.sampled_from([*forms, ["cv2", 0, 0, 0.5, 0.5, 2]]).map(list))
+    if draw(st.booleans()):
+        odd = [10**400, math.nan, math.inf, True, "1", [1], -1, 0.5, None, 1 << 14, 1 << 24]
+        step[draw(st.integers(1, len(step) - 1))] = draw(st.sampled_from(odd))
+    return step[: draw(st.integers(0, 9))]
+
+
+@settings(max_examples=100)
+@given(anything | st.lists(steps(), max_size=3))
+@example([pil(W, H, 1, 1 << 24)])
+@example([pil(W, H, 1 << 24, 1)])
+@example([pil(W, H, 1 << 14, 1 << 14)])
+@example([pil(W, H, 1 << 14, 1)] * 24)
+@example([["cv2", 1 << 14, 1 << 14, 0, 0, 4]])
+@example([["cv2", 0, 0, 1e4, 1e4, 4]])
+@example([pil(W, H, 300, 300, Image.LANCZOS), ["cv2", 300, 300, 0, 0, 99]])
+@example([["crop", 0, 0, 300, 300]] * 10**5)
+def test_a_forged_claim_makes_no_box_and_costs_the_trainer_no_time(claim):
+    """Whatever the worker claims, an image that is not in the input is no crop of it."""
+    verdict, spent = seconds_on_a_core(verified, PICTURE, Image.new("RGB", (300, 300)), claim)
+    assert verdict == (None, "") and spent < 0.5, spent
 
 
 @pytest.mark.parametrize("side, box", [(500, (0, 0, 64, 48)), (501, None)])
@@ -477,38 +507,6 @@ def test_the_trainer_does_not_work_without_bound_for_a_claim(side, box, monkeypa
     assert verified(small, shown, steps)[0] == box
 
 
-@pytest.mark.parametrize("odd", [10**400, math.nan, math.inf, True, "1", [1], -1, 0.5], ids=str)
-def test_a_step_of_odd_numbers_is_none(odd):
-    for k in range(1, 9):
-        claim = pil(500, 500, 64, 48, gap=1.0)
-        claim[k] = odd
-        steps = [pil(64, 48, 500, 500), claim]
-        assert verified(picture(64, 48), Image.new("RGB", (64, 48)), steps) == (None, "")
-
-
-def seconds_on_a_core(function, *arguments):
-    began = time.process_time()
-    return function(*arguments), time.process_time() - began
-
-
-@pytest.mark.parametrize("claim", [
-    [pil(W, H, 1, 1 << 24)],
-    [pil(W, H, 1 << 24, 1)],
-    [pil(W, H, 1 << 14, 1 << 14)],
-    [pil(W, H, 1 << 14, 1)] * 24,
-    [["cv2", 1 << 14, 1 << 14, 0, 0, 4]],
-    [["cv2", 0, 0, 1e4, 1e4, 4]],
-    [pil(W, H, 300, 300, Image.LANCZOS), ["cv2", 300, 300, 0, 0, 99]],
-    [["crop", 0, 0, 300, 300]] * 10**5,
-    *[[["pil", 300, 300, 2, 0, 0, W, H, None][:n]] for n in range(9)],
-    *[[["cv2", 0, 0, 0.5, 0.5, 2][:n]] for n in range(6)],
-    [["turn", 9]],
-])  # fmt: skip
-def test_an_absurd_claim_costs_the_trainer_no_time(claim):
-    verdict, spent = seconds_on_a_core(verified, PICTURE, Image.new("RGB", (300, 300)), claim)
-    assert verdict == (None, "") and spent < 0.5, spent
-
-
 # ---- red lines ---------------------------------------------------------------------------------
 
 A = "image.crop((100, 100, 300, 300))"
@@ -518,7 +516,6 @@ SAVED = f"{A}.save('c.png')"
 @pytest.mark.parametrize("calls, last", [
     (["image.show()"], ["no_op"]),  # the whole image
     (["image.resize((400, 300)).show()"], ["no_op"]),
-    (["image.copy().save('copy.png')"], ["no_op"]),
     (["image.crop((0, 0, 800, 590)).show()"], ["no_op"]),  # 98 % of it
     (["image.crop((0, 0, 800, 560)).show()"], []),  # 93 % of it
     ([f"{A}.show()", f"{A}.show()"], ["no_op"]),
@@ -533,13 +530,11 @@ SAVED = f"{A}.save('c.png')"
     ([f"ImageEnhance.Contrast({A}).enhance(2).show()"] * 2, ["no_op"]),
     ([f"{A}.show()", "image.crop((102, 100, 302, 300)).show()"], ["no_op"]),  # IoU 0.98
     ([f"{A}.show()", "image.crop((110, 100, 310, 300)).show()"], []),  # IoU 0.90
-    ([f"{A}.show()", "image.crop((150, 150, 250, 250)).show()"], []),
     ([f"{A}.show()", f"{A}.show(); image.crop((0, 0, 50, 50)).show()"], []),  # one is new
     ([f"{A}.rotate(9).show()", f"{A}.rotate(9).show()"], ["no_op"]),  # same bytes
     ([f"{A}.rotate(9).show()", f"{A}.rotate(8).show()"], []),
     (["print(1)", "print(1)"], []),
     ([f"{SAVED}; Image.open('c.png').show()"], []),  # a first look
-    ([f"{SAVED}; cv2.imshow('', cv2.imread('c.png'))"], []),
     ([SAVED, "Image.open('c.png').show()"], ["io_scratch", "no_op"]),
     ([SAVED, "cv2.imshow('', cv2.imread('c.png'))"], ["io_scratch", "no_op"]),
     ([f"{A}.save('c.jpg')", "Image.open('c.jpg').show()"], ["io_scratch", "no_op"]),
@@ -552,16 +547,9 @@ SAVED = f"{A}.save('c.png')"
     ([SAVED, "Image.open('c.png').rotate(90).show()"], []),
     (["Image.open(image_path).show()"], ["no_op"]),  # no scratch of its own
     (["Image.open('image.png').show()"], ["no_op"]),
-    (["image.crop((-10, 0, 90, 100)).show()"], []),  # 10 % outside
-    (["image.crop((-12, 0, 90, 100)).show()"], ["invalid_coords"]),  # 12 % outside
-    (["image.crop((90, 100, 0, 0)).show()"], []),  # sorted
-    (["image.crop((5, 5, 5, 50)).show()"], ["invalid_coords", "sandbox_error"]),
     (["try: image.crop((900, 0, 950, 50))\nexcept ValueError: pass"], ["invalid_coords"]),
     (["print(1/0)"], ["sandbox_error"]),
-    (["os.remove('x')"], ["sandbox_error"]),
-    (["open('x', 'w').close(); os.remove('x')"], []),
     (["try: print(1/0)\nexcept ZeroDivisionError: print('handled')"], []),
-    (["raise SystemExit(3)"], []),
 ])  # fmt: skip
 def test_red_lines(box, calls, last):
     for code in calls:
