@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kit import sandbox_looks
 from kit.sandbox_looks import lay, same_pixels
-from sandbox import Sandbox
+from sandbox import Sandbox, verified
 
 PAGE = (Path(__file__).parent.parent / "docs" / "looks.md").read_text(encoding="utf-8")
 BOX = (200, 150, 400, 300)
@@ -72,3 +73,27 @@ def test_the_page_counts_its_programs():
     counts = f"{len(ROWS)} programs", f"{sum(box for _, _, box, _ in ROWS)} of them are credited"
     assert all(words in PAGE for words in counts) and PAGE.count("\n| `") == len(ROWS) >= 140
     assert str(BOX) in PAGE and len({code for code, *_ in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_a_picture_that_lost_more_than_half_its_resolution_on_the_way_has_no_box(k):
+    few = 800 // k, 600 // k
+    steps = [["pil", *few, 3, 0, 0, 800, 600, None], ["pil", 800, 600, 3, 0, 0, *few, None]]
+    box, _ = verified(PICTURE, PICTURE.resize(few).resize((800, 600)), steps)
+    assert box == ((0, 0, 800, 600) if k < 3 else None)
+
+
+def test_what_is_remembered_and_searched_for_in_one_program_is_bounded(monkeypatch):
+    searched = []
+    monkeypatch.setattr(sandbox_looks, "find", lambda part, whole: searched.append(part))
+    array, odd = np.asarray(PICTURE), np.zeros((40, 90, 3), np.uint8)
+    origins = sandbox_looks.Origins(PICTURE)
+    for call in 1, 2:
+        origins.begin()
+        for i in range(2500):
+            x, y = i % 700, i // 700 + 10 * call
+            origins.made(array[y:, x:], array, ["crop", x, y, 800, 600])
+        assert len(origins.known) == 1 + 2000 * call
+        for i in range(30):
+            origins.of(odd + np.uint8(i))
+        assert len(searched) == 20 * call
