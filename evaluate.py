@@ -110,12 +110,13 @@ def evaluate(
     """
     if not len(samples):
         raise ValueError("nothing to evaluate: expected at least one sample, got none")
-    run, file = fingerprint(policy, samples, rules, seed, rollouts, wave), out and out / EPISODES
-    rank, world = processes() if file else (0, 1)
+    who = getattr(judge, "model", type(judge).__name__), getattr(judge, "prompt", "")
+    run = fingerprint(policy, samples, rules, seed, rollouts, wave, who)
+    (rank, world), file = processes() if out else (0, 1), out and out / EPISODES
     waves = [samples[i : i + wave] for i in range(0, len(samples), wave)]
     left = waves_left(file, run, len(waves)) if file else range(len(waves))
     todo = [i for i in left if i % world == rank]
-    trajectories, rewards, findings = [], [], []
+    trajectories, rewards, findings, n = [], [], [], len(samples) * rollouts
     bar = tqdm(todo, "waves", disable=rank > 0 or len(todo) < 2, leave=False)
     for i in bar:
         played, paid = play_wave(policy, waves[i], judge, rules, seed, rollouts)
@@ -130,12 +131,11 @@ def evaluate(
         gathered(rank)  # all have written
         if rank == 0:
             join(file, len(waves))
-            numbers = ((i, i // rollouts) for i in range(len(samples) * rollouts))
-            old = {i: sample for i, sample in numbers if sample // wave not in left}
+            old = {i: i // rollouts for i in range(n) if i // rollouts // wave not in left}
             ask_again(file, old, samples, judge, run)
         gathered(rank)
         trajectories, rewards = read_trajectories(file)
-        if len(rewards) != (n := len(samples) * rollouts):
+        if len(rewards) != n:
             raise Unusable(f"{file} should have {n} lines, but has {len(rewards)}: delete it")
     return measure(trajectories, rewards, rollouts), trajectories, rewards
 

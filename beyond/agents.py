@@ -47,7 +47,7 @@ NOTHING = "a box that holds nothing of the image"
 
 def read_foreign(path: Path, judge: Judge = HALF) -> Iterator[tuple[Trajectory, Reward]]:
     """One pair at a time: pictures may be large. The head of this file has the schema."""
-    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, text in enumerate(path.read_text("utf-8-sig").split("\n"), start=1):
         try:
             if text.strip():
                 yield from_line(json.loads(text), path.parent, judge, f"line {number}")
@@ -92,8 +92,10 @@ def check(found: object, types: dict, must: Iterable[str], what: str) -> None:
     missing, strange = sorted({*must} - {*found}), sorted({*found} - {*types})
     if missing or strange:
         raise ValueError(f"{what} lacks {missing} and has {strange}; known are {', '.join(types)}")
-    for key, value in found.items():
-        if not isinstance(value, types[key]):
+    for key, value in [*found.items()]:
+        if value is None and key not in must and not isinstance(value, types[key]):
+            del found[key]  # null: it is not known
+        elif not isinstance(value, types[key]):
             raise ValueError(f"{what}: {key} {value!r:.60}, which is of another type than expected")
 
 
@@ -123,13 +125,12 @@ class Options:
 
 def main(argv: list[str]) -> None:
     given = parse(Options, argv)
-    with refusals(), given.file.open(encoding="utf-8") as file:
+    with refusals(), given.file.open(encoding="utf-8-sig") as file:
         if '"sample": {' in file.readline():  # a file of evaluate.py's
             pairs = zip(*read_trajectories(given.file))
         else:
-            url, model = given.judge_url, given.judge_model
-            how = {"prompt": "evaluation", "max_tokens": given.judge_tokens}
-            judge = ChatJudge(url, model, **how) if url else HALF
+            how = dict(model=given.judge_model, prompt="evaluation", max_tokens=given.judge_tokens)
+            judge = ChatJudge(given.judge_url, **how) if given.judge_url else HALF
             pairs = read_foreign(given.file, judge)
         units, empty = [], 0
         for trajectory, reward in pairs:

@@ -28,7 +28,7 @@ from PIL import Image
 from kit.answers import check_reference, final_answer, is_open, read_number, same_answer
 from kit.boxes import outwards
 from kit.grader import GRADER
-from kit.tables import Bad, Usable, blaming, image_bytes, read_image, read_rows
+from kit.tables import Bad, Usable, blaming, read_image, read_rows
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,8 @@ class Questions:
         """Row i. VLMEvalKit's TSVs may hold the index of another row, whose picture it is."""
         row = {**self.rows[i], "folder": self.rows.folder}
         if len(cell := str(row.get("image"))) <= 64 and cell in self.number_of:
-            row["image"] = self.rows[self.number_of[cell]]["image"]
+            other = self.rows[self.number_of[cell]]
+            row |= {name: other[name] for name in COLUMNS["picture"] if name in other}
         return row
 
     def fields(self, i: int) -> dict:
@@ -301,9 +302,9 @@ class Questions:
         row = self.row(i)
         filled(row, "picture")
         with blaming("image"):
-            for cell in pictures(row):  # what is short is a path, or perhaps no picture
-                if len(cell) < 4096 and len(image_bytes(cell, row["folder"])) < 4096:
-                    read_image(cell, row["folder"])
+            for cell in pictures(row):
+                if len(cell) < 4096:  # a path, or perhaps no picture
+                    read_image(cell, row["folder"], whole=False)
         fields = self.bench.read(row)
         return fields | {"id": f"{self.name}-{i}-{fields['id']}".rstrip("-")}  # theirs: no key?
 

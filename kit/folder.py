@@ -12,6 +12,7 @@ Read next   processes.py (what else the processes of a run share), train.py (whi
 """
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -125,11 +126,13 @@ class Run:
         """Refuse to go on with other rows than the run began with: in another order, and with some
         that were held out among those to learn from, it would come to another end in silence."""
         if where:
-            found = read_rows(where).fingerprint()
-            began = self.state["data"].setdefault(name, found)
-            if began != found:
-                told = f"{where} has changed since this run began: {began} then, {found} now"
-                raise ValueError(f"--{name.replace('_', '-')} {told}; {WHAT_NOW}")
+            flag = f"--{name.replace('_', '-')} {where}"
+            self.check_same(name, flag, read_rows(where).fingerprint())
+
+    def check_same(self, name: str, what: str, found: str) -> None:
+        if (began := self.state["data"].setdefault(name, found)) != found:
+            told = f"{what} has changed since this run began: {began} then, {found} now"
+            raise ValueError(f"{told}; {WHAT_NOW}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -216,6 +219,8 @@ class Run:
         if self.first:
             lines = [json.dumps(row._asdict(), ensure_ascii=False) + "\n" for row in skipped]
             (self.folder / name).write_text("".join(lines))
+        others = hashlib.sha256(repr([row.row for row in skipped]).encode()).hexdigest()[:16]
+        self.check_same(name, "which rows can be used", f"{usable}, without {others},")
 
     def write_transcript(self, step: int, policy: Policy, ids: list[int], reward: object) -> None:
         """What the policy read and wrote in one episode, each picture as one word."""

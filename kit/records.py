@@ -84,8 +84,8 @@ def waves_left(path: Path, run: str, n: int) -> list[int]:
     for there in sorted(path.parent.glob(f"{path.stem}*.jsonl")):
         if any(found != run for found in Records(there, lambda record, _: record["run"])[:1]):
             raise Unusable(
-                f"{there} is from another evaluation (other weights, questions or settings): give "
-                f"--out another folder, or delete it"
+                f"{there} is from another evaluation (another judge, other weights, questions or "
+                f"settings): give --out another folder, or delete it"
             )
     return [i for i in range(n) if not (path.exists() or file_of(path, i).exists())]
 

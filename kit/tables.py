@@ -25,7 +25,7 @@ import os
 import re
 import reprlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,15 +164,14 @@ def _table(file: Path):
     return table
 
 
-def read_image(cell: object, folder: Path | str = ".") -> Image.Image:
+def read_image(cell: object, folder: Path | str = ".", whole: bool = True) -> Image.Image:
     """Any public form of an image cell, made upright, opaque and RGB: bytes, a path (relative to
-    `folder`), base64, a data URL, a dict with one of CELL_KEYS, or a list of one of these.
-    ValueError says what came instead."""
+    `folder`), base64, a data URL, a dict with one of CELL_KEYS, or a list of one of these. whole:
+    False to read its head alone. ValueError says what came instead."""
     encoded = io.BytesIO(image_bytes(cell, folder))
     try:
         image = Image.open(encoded, formats=PICTURES)
-        image.load()
-        return upright_rgb(image)
+        return upright_rgb(image) if whole else image
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.error,
             Image.DecompressionBombError) as error:  # fmt: skip
         # PIL names an object of ours, and not the formats.
@@ -243,13 +242,7 @@ class Usable(Lazy):
     """
 
     def __init__(
-        self,
-        rows: Iterable[int],
-        check: Callable,
-        make: Callable,
-        on_bad: str,
-        title: str,
-        key=None,
+        self, rows: Sequence, check: Callable, make: Callable, on_bad: str, title: str, key=None
     ) -> None:
         if on_bad not in ("skip", "stop"):
             raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")

@@ -137,3 +137,17 @@ def test_the_command_says_what_is_wrong_with_a_file(folder, capsys, text, messag
     with pytest.raises(SystemExit):
         run_main(capsys, path)
     assert message in capsys.readouterr().err
+
+
+def test_null_says_that_something_is_not_known_and_a_mark_at_the_start_of_a_file_is_no_text(folder):
+    """As exporters write that know one set of keys for all."""
+    nothing = dict.fromkeys(("box", "image", "text", "code", "error"))
+    step = nothing | {"box": [64, 64, 128, 128], "score": None}
+    line = BASE | dict.fromkeys(("kind", "text", "id")) | {"targets": [[70, 70, 90, 90]]}
+    path = write(folder, line | {"steps": [nothing, step]}, BASE | {"targets": None})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    (t, reward), _ = read_foreign(path)
+    assert [len(turn.observation.images) for turn in t.tool_turns] == [0, 1]
+    assert reward.scores == (0.0, None) and t.sample.id == "line 1"
+    with pytest.raises(ValueError, match="answer|correct None"):  # these have to be known
+        list(read_foreign(write(folder, BASE | {"correct": None})))

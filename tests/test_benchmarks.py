@@ -188,9 +188,10 @@ def load(tmp_path, name, *changes):
     ("mathverse, choice", {"answer": "B\nE"}, "answer: .* one of the options"),
     ("charxiv, tsv", {"answer": "?" * 1001}, "answer: .* 1 to 1000 characters"),
     *(("vstar, tsv", {"image": cell}, "image: (no such file|no image)") for cell in
-      ("b.png", "images/abcd", "9", "['b.png']")),
+      ("b.png", "images/abcd", "9", "['b.png']", "page.png")),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_scored_or_shown_is_named_at_load(tmp_path, name, change, message):
+    (tmp_path / "page.png").write_text("<html>" + "not found " * 1000)
     with pytest.raises(ValueError, match=f"row 1, {message}"):
         load(tmp_path, name, {}, change)
 
@@ -220,8 +221,9 @@ def test_markers_of_pictures_also_stand_in_options(question, options, asked, lis
 def test_a_picture_may_be_that_of_another_row_or_a_file(tmp_path):
     Image.new("RGB", (9, 5)).save(tmp_path / "a.png")
     paths = [{"index": path, "image": "", "image_path": path} for path in ("a.png", "['a.png']")]
-    samples = load(tmp_path, "vstar, tsv", {}, {"index": "8", "image": "7"}, *paths)
-    assert [sample.image.size for sample in samples] == [(40, 30)] * 2 + [(9, 5)] * 2
+    others = [{"index": "8", "image": "7"}, {"index": "9", "image": "a.png", "image_path": ""}]
+    samples = load(tmp_path, "vstar, tsv", {}, *paths, *others)
+    assert [sample.image.size for sample in samples] == [(40, 30), *[(9, 5)] * 2, (40, 30), (9, 5)]
     listed = {"image": None, "image_path": ["a.png"], "decoded_image": None}
     assert load(tmp_path, "mathvision, hub", listed)[0].image.size == (9, 5)
 

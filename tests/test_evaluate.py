@@ -671,3 +671,13 @@ def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(
     if isinstance(served, ChatJudge):
         assert served.options["max_tokens"] == 99 and served.max_pixels == 5_000_000
         assert served.prompt == "evaluation"
+
+
+def test_the_episodes_of_one_judge_are_not_those_of_another(policy, samples, tmp_path):
+    """Its verdicts would stand as those of the other."""
+    run(policy, samples[:1], tmp_path)
+    how = dict(rules=replace(RULES, temperature=0.0), out=tmp_path, wave=2)
+    for name, value in (("model", "another"), ("prompt", "training")):
+        judge = type("BoxJudge", (BoxJudge,), {name: value})()
+        with pytest.raises(module.Unusable, match="another judge"):
+            evaluate(policy, samples[:1], judge, **how)

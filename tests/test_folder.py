@@ -17,6 +17,7 @@ from data import TAGS
 from kit.flags import knob
 from kit.folder import Run, check_new, read_config, training_state, write_json
 from kit.qwen import Policy
+from kit.tables import Skipped
 from rollout import play
 
 
@@ -289,3 +290,14 @@ def test_a_diverged_policy_is_neither_saved_nor_played(weight, tmp_path, learner
     with pytest.raises(SystemExit, match=words.replace(": .*", ".* scores of the next .*")):
         with a_run.phase("act"):
             play(policy, samples[:1], 2, RULES)
+
+
+def test_rows_that_can_be_used_since_or_no_more_are_refused(tmp_path):
+    """Their pictures may lie in files of their own. The order would be another one in silence."""
+    run, lost = run_in(tmp_path), Skipped(3, "image", "no such file")
+    run.tell_skipped(13, [lost], "skipped-rl.jsonl")
+    run.tell_skipped(13, [lost._replace(reason="broken")], "skipped-rl.jsonl")
+    for usable, skipped in ((14, []), (13, [lost._replace(row=4)])):
+        with pytest.raises(ValueError, match="which rows can be used has changed"):
+            run.tell_skipped(usable, skipped, "skipped-rl.jsonl")
+    run.tell_skipped(14, [], "skipped-sft.jsonl")
