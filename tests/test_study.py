@@ -1,5 +1,6 @@
 """python -m pytest tests/test_study.py      every reward side by side"""
 
+import itertools
 import json
 import re
 import subprocess
@@ -67,12 +68,13 @@ def test_a_job_is_a_command_that_train_understands(study, monkeypatch, reward, w
     assert (job.start is None) == (reward in ("sft", "zero-rl"))
 
 
-def test_all_runs_of_a_seed_start_from_its_sft_model():
-    starts = {Job(r, w, s).start for r in REWARDS for w in WORLDS for s in (0, 1)}
-    assert starts == {Job("sft", HOME, 0), Job("sft", HOME, 1)}
+def test_names_tell_all_jobs_apart_and_those_of_a_seed_start_from_its_sft_model():
+    more = ((), ("--lambda-tool", "0.1"), ("--lambda-tool", "0.4"), ("--lazy", "0"))
+    jobs = [Job(*job) for job in itertools.product(REWARDS, WORLDS, (0, 1), more)]
+    assert len({job.name for job in jobs}) == len(jobs)
+    assert {job.start for job in jobs} == {Job("sft", HOME, 0), Job("sft", HOME, 1)}
     eager = ("--habit", "eager")
     assert Job("tapo", HOME, 0, eager).start == Job("sft", HOME, 0, eager)
-    assert Job("tapo", HOME, 0, ("--lazy", "0")).start == Job("sft", HOME, 0)
 
 
 @pytest.mark.parametrize("shared, job", [
@@ -84,12 +86,6 @@ def test_the_start_is_played_once_where_the_questions_are_the_same(study, monkey
     (study / "sft-guessing-0" / beyond.study.START).mkdir()
     beyond.study.begin(job, study)
     assert (study / job.name / beyond.study.START).exists() is shared
-
-
-def test_names_tell_all_jobs_apart():
-    more = ((), ("--lambda-tool", "0.1"), ("--lambda-tool", "0.4"), ("--lazy", "0"))
-    jobs = [Job(r, w, s, x) for r in REWARDS for w in WORLDS for s in (0, 1) for x in more]
-    assert len({job.name for job in jobs}) == len(jobs)
 
 
 def test_a_run_that_was_cut_off_goes_on_and_one_that_ended_is_left_alone(study, monkeypatch):

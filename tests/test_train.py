@@ -309,9 +309,10 @@ def test_a_judge_that_is_silent_stops_the_run_before_it_learns(loop, monkeypatch
 
 @pytest.fixture
 def imitated(monkeypatch, tmp_path):
-    """imitated(n, words) -> (the batches of every step of stage 1 on n rows, its rates)"""
+    """imitated(n, words) -> (the batches of every step of stage 1 on n rows, its rates), of a run
+    that has done so many steps"""
 
-    def imitated(n, words):
+    def imitated(n, words, done=0):
         found = {}
 
         def imitate(policy, optimizer, batches_of, steps, rate, after):
@@ -328,8 +329,10 @@ def imitated(monkeypatch, tmp_path):
         }.items():
             monkeypatch.setattr(train, name, stand_in)
         monkeypatch.setattr(Run, "end_stage", lambda *_, **__: None)
-        config = config_of(tmp_path / words, words)
-        train.stage_1(run_of(config), config, None)
+        config = config_of(tempfile.mkdtemp(dir=tmp_path), words)
+        a_run = run_of(config)
+        a_run.state["step"] = done
+        train.stage_1(a_run, config, None)
         return found["batches"], found["rates"]
 
     return imitated
@@ -338,7 +341,9 @@ def imitated(monkeypatch, tmp_path):
 @pytest.mark.parametrize("n, batch, epochs", [(10, 4, 1.0), (8, 4, 2.0), (10, 4, 2.5), (3, 4, 1.0)])
 def test_sft_sees_every_demonstration_in_every_epoch_to_the_last(imitated, n, batch, epochs):
     words = f"--sft-steps -1 --sft-batch {batch} --sft-epochs {epochs}"
-    batches, _ = imitated(n, words)
+    batches, rates = imitated(n, words)
+    for done in range(len(rates)):  # a run goes on with what it has not seen
+        assert imitated(n, words, done) == (batches[done:], rates[done:])
     assert {len(b) for b in batches} == {min(batch, n)}
     seen = Counter(k for b in batches for k in b)
     assert set(seen) == set(range(n)) and min(seen.values()) >= int(epochs)
