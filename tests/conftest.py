@@ -1,14 +1,17 @@
 """What all tests share: a tiny random policy, and a way to put words into its mouth."""
 
+import copy
+import multiprocessing
 import os
 import runpy
 import ssl
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from multiprocessing.connection import wait
 from pathlib import Path
 
 # Read when transformers is imported.
@@ -18,6 +21,7 @@ os.environ.setdefault("HF_DATASETS_CACHE", tempfile.gettempdir() + "/codev-tests
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 from PIL import Image
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -26,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rollout
 from beyond.tiny import tiny_policy
-from data import Sample, toy_questions
+from data import TAGS, Sample, toy_questions
 from kit.qwen import Policy
 from rewards import crop
-from rollout import Rules, Trajectory
+from rollout import Rules, Trajectory, play
 from sandbox import Limits, Observation
 
 # The first torch call of a process takes seconds: a deadline would call that a failure. Each night
@@ -45,6 +49,35 @@ ssl.create_default_context = cache(ssl.create_default_context)  # each judge wou
 MAKE = Path(__file__).resolve().parent.parent.parent / "shared" / "standin" / "make_checkpoint.py"
 
 RULES = Rules(turns=4, max_new_tokens=64, max_length=2048, limits=Limits(seconds=5))
+
+
+# Processes of a test are forks of one that has imported everything, which takes long.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["datasets", "hypothesis", "pytest", "peft", "train"])
+
+
+def _member(rank: int, n: int, folder: Path, task: Callable, words: tuple) -> None:
+    os.dup2(os.open(folder / f"told-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    if n > 1:
+        where = f"file://{folder}/meeting"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=n)
+    task(*words)
+
+
+def together(n: int, task: Callable, *words) -> tuple[list[int], str]:
+    """task(*words) in n processes that know each other. When one fails the others are told to end.
+    Returns their exit codes, and what they said of errors."""
+    folder = Path(tempfile.mkdtemp())
+    members = [FORKS.Process(target=_member, args=(i, n, folder, task, words)) for i in range(n)]
+    for member in members:
+        member.start()
+    while alive := [member for member in members if member.exitcode is None]:
+        wait([member.sentinel for member in alive])
+        if any(member.exitcode for member in members):
+            for member in alive:
+                member.terminate()
+    told = [file.read_text() for file in sorted(folder.glob("told-*"))]
+    return [member.exitcode for member in members], "\n".join(told)
 
 
 @pytest.fixture(scope="session")
@@ -64,12 +97,16 @@ def policy() -> Policy:
     return tiny_policy(seed=0)
 
 
-def tied_policy() -> Policy:
-    """The tiny network with the token embeddings for lm_head, as in Qwen2.5-VL-3B."""
-    policy = tiny_policy(seed=0)
+def tied(policy: Policy) -> Policy:
+    """Now with the token embeddings for lm_head, as in Qwen2.5-VL-3B."""
     policy.model.config.tie_word_embeddings = True
     policy.model.tie_weights()
     return policy
+
+
+def copied(policy: Policy) -> Policy:
+    """The same policy, with weights of its own."""
+    return Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor, TAGS)
 
 
 @pytest.fixture(scope="session")
@@ -129,6 +166,13 @@ def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, lis
         yield heard
 
 
+def performed(policy, samples, scripts, rules=RULES, **more) -> list[Trajectory]:
+    """A trajectory for each script, the same number for each sample."""
+    with scripted(policy, scripts):
+        groups = play(policy, samples, len(scripts) // len(samples), rules, **more)
+    return [t for group in groups for t in group]
+
+
 def fresh_logits(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
     """Raw logits [L, V] of a whole trajectory: one row, no padding, no cache, and positions that
     the model works out by itself."""
@@ -141,6 +185,31 @@ def fresh_logits(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
             **policy.model_images(trajectory.images),
         ).logits[0]
 
+
+def fresh_logp(policy: Policy, t: Trajectory, temperature: float = 1.0) -> torch.Tensor:
+    """log pi of every acted token, from a forward pass of its own."""
+    logits = fresh_logits(policy, t) / temperature
+    logits[:, policy.forbidden] = float("-inf")
+    at = torch.tensor(t.acted).nonzero()[:, 0]
+    return logits.log_softmax(-1)[at - 1, torch.tensor(t.ids)[at]]
+
+
+def worst_difference(policy: Policy, trajectories: list[Trajectory], heard: dict) -> float:
+    """max |log-prob of generation - log-prob of a fresh forward| over all turns and tokens."""
+    worst = 0.0
+    for t in trajectories:
+        fresh = fresh_logits(policy, t).log_softmax(-1)
+        for turn, said in zip(t.turns, heard[id(t)], strict=True):
+            assert len(said) == turn.end - turn.start
+            difference = said.log_softmax(-1) - fresh[turn.start - 1 : turn.end - 1]
+            worst = max(worst, difference.abs().max().item())
+    return worst
+
+
+def gradient_of(policy: Policy) -> torch.Tensor:
+    """The gradients of all weights that have one, as one vector."""
+    gradients = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
+    return torch.cat([torch.zeros(1), *gradients])
 
 # A question of visual search, and what code may have shown of it.
 IMAGE = Image.linear_gradient("L").convert("RGB")  # 256 x 256: a row has one grey
@@ -157,21 +226,13 @@ PRINTED = Observation(text="checker")
 DRAWN = Observation(images=[IMAGE], boxes=[None], sources=["show"])
 
 LOOK = "<think> I need a closer look .</think><code>\nimage.crop((64,128,128,192)).show()\n</code>"
-TWO = (
-    "<code>\nimage.crop((0,0,64,64)).show()\nimage.crop((64,0,256,128)).show()\n"
-    "print('two')\n</code>"
-)
+TWO = ("<code>\nimage.crop((0,0,64,64)).show()\nimage.crop((64,0,256,128)).show()\n"
+       "print('two')\n</code>")  # fmt: skip
 PRINT = "<code>\nprint(1 + 1)\n</code>"
 FAIL = "<think> hm</think><code>\n1/0\n</code>"
 ANSWER = "<think> The crop shows it .</think><answer>checker</answer>"
 SHORT = "<answer>red</answer>"
 
 # Rows of very different lengths that stop at different turns, with 0 to 3 images on the way.
-SCRIPTS = [
-    [LOOK, ANSWER],
-    [SHORT],
-    [TWO, PRINT, LOOK, SHORT],
-    [FAIL, TWO, ANSWER],
-    [ANSWER],
-    [PRINT, PRINT, SHORT],
-]
+SCRIPTS = [[LOOK, ANSWER], [SHORT], [TWO, PRINT, LOOK, SHORT],
+           [FAIL, TWO, ANSWER], [ANSWER], [PRINT, PRINT, SHORT]]  # fmt: skip

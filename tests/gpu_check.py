@@ -49,24 +49,22 @@ from sandbox import Observation, Sandbox
 from train import PRESETS, Config
 
 # {what is tried: (rollout.READ, the tower's attention)}
-WAYS = {
-    "plain": (1 << 40, "sdpa"),
-    "in parts": (8192, "sdpa"),
-    "windows in one call": (8192, "flash_in_windows"),
-}
+WAYS = {"plain": (1 << 40, "sdpa"), "in parts": (8192, "sdpa"),
+        "windows in one call": (8192, "flash_in_windows")}  # fmt: skip
 
 TOY = ("--sft-steps 40 --sft-demos 200 --rl-steps 3 --eval-questions 16 --questions 4 "
        "--rollouts 4").split()  # fmt: skip
 
 
-def on(device: str, policy: Policy) -> Policy:
+def tiny(device: str) -> Policy:
+    policy = tiny_policy(0)
     policy.model.to(device)
     return policy
 
 
 def policy_of(device: str, big: bool) -> Policy:
     """Every turn takes all its tokens: nothing depends on what random weights happen to say."""
-    policy = random_policy(geometry(QWEN_7B), device) if big else on(device, tiny_policy(0))
+    policy = random_policy(geometry(QWEN_7B), device) if big else tiny(device)
     ends = [policy.end_id, *(i for t, i in policy.tokenizer.get_vocab().items() if ">" in t)]
     policy.forbidden = sorted({*policy.forbidden, *ends})
     return policy
@@ -137,10 +135,9 @@ def check_sandbox(device: str) -> dict:
 def planned(model: torch.nn.Module, length: int = 1, rows: int = 1, row_tokens: int = 8192) -> dict:
     """The plan's sums, GB, for one GPU: {what: GB}."""
     slot = 4e-9 * model.config.text_config.num_hidden_layers * 512  # of the 7B, in bf16
-    sizes = dict(
-        max_length=length, kv_budget_gb=(rows + 0.5) * slot * length, row_tokens=row_tokens
-    )
-    sums = needs(replace(Config(**PRESETS["codev-7b"]), **sizes), model, 1, 141.0).sums
+    config = replace(Config(**PRESETS["codev-7b"]), max_length=length, row_tokens=row_tokens,
+                     kv_budget_gb=(rows + 0.5) * slot * length)  # fmt: skip
+    sums = needs(config, model, 1, 141.0).sums
     return {when: {what: gb for what, (gb, _) in items.items()} for when, items in sums.items()}
 
 
@@ -164,9 +161,8 @@ def check_rollout(actor: Policy, samples: list[Sample], new: int, crop: int) -> 
             "read_seconds": round(tally["prefill_seconds"], 2), "peak_gb": peak.gb,
         }  # fmt: skip
     plan = planned(actor.model, max(len(t.ids) for t in flat), len(flat))
-    found["planned_gb"] = round(
-        3 * plan["always"]["actor"] + sum(plan["while acting"].values()), 1
-    )  # the policy in fp32, too
+    gb = 3 * plan["always"]["actor"] + sum(plan["while acting"].values())  # the policy in fp32, too
+    found["planned_gb"] = round(gb, 1)
     return found, groups
 
 
@@ -177,30 +173,30 @@ def check_learn(policy: Policy, group: list, row_tokens: int) -> dict:
     group = group[: max((row_tokens - group[0].prompt) // branch, 1)]
     advantage = torch.linspace(-1, 1, len(group))[None]
     still = torch.optim.SGD(policy.model.parameters(), lr=0.0)  # no moments: one GPU, not eight
-    seconds = []
-    plan = planned(policy.model, row_tokens=row_tokens)
-    line = sum(plan["while learning"].values()) - plan["while learning"]["end"]
+    objective, seconds = Objective(beta=0.0, row_tokens=row_tokens), []
     for _ in range(2):  # the first one warms up
         with Peak() as peak:
-            objective = Objective(beta=0.0, row_tokens=row_tokens)
             report = learn(policy, still, [group], advantage, None, objective)
         seconds.append(peak.seconds)
         still.zero_grad()
+    plan = planned(policy.model, row_tokens=row_tokens)
+    learning = plan["while learning"]
+    gb = sum(learning.values()) - learning["end"] - learning["logits"] + plan["always"]["weights"]
     slots = group[0].prompt + len(group) * branch
-    planned_gb = round(line - plan["while learning"]["logits"] + plan["always"]["weights"], 1)
-    found = {"slots": slots, "seconds": seconds, "peak_gb": peak.gb, "planned_gb": planned_gb}
+    found = {"slots": slots, "seconds": seconds, "peak_gb": peak.gb}
+    found["planned_gb"] = round(gb, 1)
     return found | {name: report[name] for name in ("gap", "largest_gap", "grad_norm")}
 
 
 def markdown(found: dict) -> str:
     """The rows for docs/lab.md: one for each number."""
-    flat = {}
-    for name, value in found.items():
-        inner = value if isinstance(value, dict) else {"": value}
-        for key, x in inner.items():
-            for last, y in (x if isinstance(x, dict) else {"": x}).items():
-                flat[" ".join(filter(None, (name, key, last)))] = y
-    return "\n".join(["| measured | |", "|---|---|", *(f"| {k} | {v} |" for k, v in flat.items())])
+
+    def rows(name: str, value: object) -> list[str]:
+        if not isinstance(value, dict):
+            return [f"| {name} | {value} |"]
+        return [row for key, inner in value.items() for row in rows(f"{name} {key}".strip(), inner)]
+
+    return "\n".join(["| measured | |", "|---|---|", *rows("", found)])
 
 
 def main() -> None:
@@ -214,7 +210,7 @@ def main() -> None:
     found = {"device": "cpu" if dry else torch.cuda.get_device_name(), "torch": torch.__version__}
     found["toy"] = check_toy(device)
     found["sandbox"] = check_sandbox(device)
-    found["equal_tiny"] = check_equal(on(device, tiny_policy(0)), toy_questions(1, "check")[0])
+    found["equal_tiny"] = check_equal(tiny(device), toy_questions(1, "check")[0])
     big = not dry and torch.cuda.get_device_properties(0).total_memory > 100e9
     if not dry and not big:
         found["7b"] = "left out: it wants a GPU with 100 GB"

@@ -1,20 +1,21 @@
 """python -m pytest tests/test_adapter.py      about 60 s: an adapter learns, the weights stay"""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ANSWER, LOOK, RULES, SHORT, TWO, fresh_logits, scripted, tied_policy
+from conftest import ANSWER, LOOK, RULES, SHORT, TWO
+from conftest import fresh_logits, performed, scripted, tied, together
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
+import kit.folder
 import kit.processes
 import train
 from beyond.tiny import tiny_policy
@@ -38,20 +39,28 @@ def groups(policy, samples):
         return play(policy, samples[:2], 3, RULES)
 
 
-def lively(policy: Policy) -> Policy:
-    """With an adapter that has learnt something: B is not 0."""
-    generator = torch.Generator().manual_seed(1)
+def fresh() -> Policy:
+    """The tiny network with an adapter that has learnt nothing: B is 0."""
+    return adapted(tiny_policy(seed=0), 4, "seed")
+
+
+def lively() -> Policy:
+    """One that has learnt something."""
+    policy, generator = fresh(), torch.Generator().manual_seed(1)
     for name, p in policy.model.named_parameters():
         if "lora_B" in name:
             p.data = 0.02 * torch.randn(p.shape, generator=generator)
     return policy
 
 
+def learnt(policy: Policy) -> list[nn.Parameter]:
+    return [p for p in policy.model.parameters() if p.requires_grad]
+
+
 def moved(policy: Policy, groups, steps: int = 2) -> tuple[set[str], list[dict]]:
     """Names of the weights that some steps changed, and what the steps report."""
     before = {name: p.clone() for name, p in policy.model.named_parameters()}
-    learnt = [p for p in policy.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learnt, lr=1e-2)
+    optimizer = torch.optim.AdamW(learnt(policy), lr=1e-2)
     reports = [learn(policy, optimizer, groups, A, policy.base, ALL) for _ in range(steps)]
     after = policy.model.named_parameters()
     return {name for name, p in after if not torch.equal(p, before[name])}, reports
@@ -61,17 +70,14 @@ def moved(policy: Policy, groups, steps: int = 2) -> tuple[set[str], list[dict]]
 
 
 def test_the_adapter_moves_and_nothing_else_least_of_all_the_vision_tower(groups):
-    policy = adapted(tiny_policy(seed=0), 4, "seed")
+    policy = fresh()
     base = [p.clone() for p in policy.base.model.parameters()]
     names, _ = moved(policy, groups)
     text = tiny_policy(seed=0).model.model.language_model
-    linear = {n for n, module in text.named_modules() if isinstance(module, nn.Linear)}
+    linear = [n for n, module in text.named_modules() if isinstance(module, nn.Linear)]
     assert len(linear) == 14  # q, k, v, o, gate, up and down of two layers
-    assert names == {
-        f"model.language_model.{layer}.lora_{part}.default.weight"
-        for layer in linear
-        for part in "AB"
-    }
+    ends = [f"{layer}.lora_{part}.default.weight" for layer in linear for part in "AB"]
+    assert names == {f"model.language_model.{end}" for end in ends}
     assert all(map(torch.equal, base, policy.base.model.parameters()))
     optimizer = torch.optim.AdamW(policy.model.parameters())
     assert training_state(policy, optimizer)["weights"].keys() == names  # a checkpoint is small
@@ -79,12 +85,11 @@ def test_the_adapter_moves_and_nothing_else_least_of_all_the_vision_tower(groups
 
 def test_the_gradient_of_an_adapter_is_the_chain_rule_through_the_full_gradient(groups):
     """W' = W + s B A: dJ/dB = s dJ/dW' A^T, and dJ/dA = s B^T dJ/dW'."""
-    policy = lively(adapted(tiny_policy(seed=0), 4, "seed"))
+    policy = lively()
     full = policy.merged()
     full.model.requires_grad_(True)
     for each in (policy, full):
-        still = torch.optim.SGD([p for p in each.model.parameters() if p.requires_grad], lr=0.0)
-        learn(each, still, groups, A, policy.base, ALL)
+        learn(each, torch.optim.SGD(learnt(each), lr=0.0), groups, A, policy.base, ALL)
     s, whole, pairs = ALPHA / 4, dict(full.model.named_parameters()), []
     for name, layer in policy.model.named_modules():
         if isinstance(layer, LoraLayer):
@@ -99,14 +104,14 @@ def test_the_gradient_of_an_adapter_is_the_chain_rule_through_the_full_gradient(
 def test_activations_can_be_recomputed_without_a_backward_pass_through_the_tower(groups):
     seen, gradients = [], []
     for again in (False, True):
-        policy = lively(adapted(tiny_policy(seed=0), 4, "seed"))
+        policy = lively()
         tower = policy.model.model.visual
         tower.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
         if again:
             policy.checkpoint_activations()
         policy.model.train()
         mean_logp(policy, [rows_of(policy, groups[0])], learn=True)
-        gradients.append([p.grad for p in policy.model.parameters() if p.requires_grad])
+        gradients.append([p.grad for p in learnt(policy)])
     assert all(map(torch.equal, *gradients)) and not any(output.requires_grad for output in seen)
 
 
@@ -132,7 +137,7 @@ def test_the_reference_is_the_policy_without_its_adapter(dtype, groups, tmp_path
     """No checkpoint is loaded for it, and no copy plays: there is one set of weights."""
     monkeypatch.setattr(kit.processes, "AS_ON_A_GPU", dtype == torch.bfloat16)
     monkeypatch.setattr(train, "load_policy", lambda *_: pytest.fail("loaded"))
-    policy = adapted(tiny_policy(seed=0), 4, "seed")
+    policy = fresh()
     config = Config(out=str(tmp_path))
     run = Run(tmp_path, asdict(config), 60, 1)
     reference = train.reference_of(run, config, policy)
@@ -158,14 +163,13 @@ def test_an_export_is_a_plain_checkpoint_and_the_adapter_lies_beside_it(
     dtype, groups, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(kit.processes, "AS_ON_A_GPU", dtype == torch.bfloat16)
-    policy = lively(adapted(tiny_policy(seed=0), 4, "seed"))
+    policy = lively()
     policy.base.save(tmp_path / "base")
     before = [p.clone() for p in policy.model.parameters()]
     policy.save(tmp_path / "rl")
     assert all(map(torch.equal, before, policy.model.parameters()))  # nothing was merged in place
-    model, loading = Model.from_pretrained(
-        tmp_path / "rl", dtype=torch.float32, output_loading_info=True
-    )
+    how = dict(dtype=torch.float32, output_loading_info=True)
+    model, loading = Model.from_pretrained(tmp_path / "rl", **how)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
     assert not hasattr(model, "peft_config")
     stored = load_file(tmp_path / "rl" / "model.safetensors")
@@ -184,90 +188,71 @@ def test_an_export_is_a_plain_checkpoint_and_the_adapter_lies_beside_it(
 # --- ties ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["tiny", "stand-in"])
-def tied(request, tmp_path) -> Path:
-    """A checkpoint as the 3B's is: lm_head is the token embeddings, and is not stored."""
-    if request.param == "tiny":
-        tied_policy().save(tmp_path / "tied")
-    else:
-        load_policy(request.getfixturevalue("standin_folder")).save(tmp_path / "tied")
-        config = tmp_path / "tied" / "config.json"
-        config.write_text(config.read_text().replace('_embeddings": false', '_embeddings": true'))
-        weights = load_file(tmp_path / "tied" / "model.safetensors")
-        del weights["lm_head.weight"]
-        save_file(weights, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
-    return tmp_path / "tied"
-
-
 def is_tied(policy: Policy) -> bool:
-    model = policy.model
-    return model.lm_head.weight is model.model.language_model.embed_tokens.weight
+    return policy.model.lm_head.weight is policy.model.model.language_model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-def test_ties_are_kept_in_training_in_checkpoints_and_in_exports(rank, tied, samples, tmp_path):
-    policy = adapted(load_policy(tied), rank, "seed")
-    with scripted(policy, [[LOOK, ANSWER], [SHORT], [ANSWER]]):
-        groups = play(policy, samples[:2], 3, RULES)
-    names, _ = moved(policy, groups)
-    head = "model.language_model.embed_tokens.weight"
-    assert (head in names) == (rank == 0) and is_tied(policy)
-    assert rank == 0 or is_tied(policy.base)
-    learnt = [p for p in policy.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learnt, lr=1e-2)
+@pytest.mark.parametrize("kind, rank", [("tiny", 0), ("tiny", 4), ("stand-in", 4)])
+def test_ties_are_kept_in_training_in_checkpoints_and_in_exports(
+    kind, rank, samples, tmp_path, request
+):
+    """As in the 3B: lm_head is the token embeddings, and is not stored."""
+    start = "tiny" if kind == "tiny" else request.getfixturevalue("standin_folder")
+    tied(load_policy(start)).save(tmp_path / "tied")
+    policy = adapted(load_policy(tmp_path / "tied"), rank, "seed")
+    flat = performed(policy, samples[:2], [[LOOK, ANSWER], [SHORT], [ANSWER]] * 2)
+    names, _ = moved(policy, [flat[:3], flat[3:]], steps=1)
+    assert ("model.language_model.embed_tokens.weight" in names) == (rank == 0)
+    assert is_tied(policy) and (rank == 0 or is_tied(policy.base))
     run = Run(tmp_path / "run", {}, timeout=60, keep=1)
-    run.save(policy, optimizer, 1)
+    run.save(policy, torch.optim.AdamW(learnt(policy), lr=1e-2), 1)
     policy.save(tmp_path / "export")
     assert "lm_head.weight" not in load_file(tmp_path / "export" / "model.safetensors")
-    fresh = adapted(load_policy(tied), rank, "another")
-    learnt = [p for p in fresh.model.parameters() if p.requires_grad]
-    run.restore(fresh, torch.optim.AdamW(learnt, lr=1e-2), "checkpoint-sft-1")
+    other = adapted(load_policy(tmp_path / "tied"), rank, "another")
+    run.restore(other, torch.optim.AdamW(learnt(other), lr=1e-2), "checkpoint-sft-1")
     again = load_policy(tmp_path / "export")
-    assert is_tied(fresh) and is_tied(again)
-    logits = [fresh_logits(each, groups[0][0]) for each in (policy, fresh, again)]
+    assert is_tied(other) and is_tied(again)
+    logits = [fresh_logits(each, flat[0]) for each in (policy, other, again)]
     assert torch.equal(logits[0], logits[1])
     assert torch.allclose(logits[0], logits[2], atol=1e-4)
 
 
 # --- the command line ------------------------------------------------------------------------
 
-WORDS = """--lora-rank 4 --sft-steps 4 --sft-demos 20 --rl-steps 3 --questions 2 --rollouts 4
-    --eval-questions 4 --save-every 1 --sft-lr 8e-2 --rl-lr 1e-2 --reward random""".split()
-DIES_IN_STAGE_2 = """
-import os, signal, sys, kit.folder, train
-save = kit.folder.dcp.save
-def last(state, checkpoint_id):
-    save(state, checkpoint_id=checkpoint_id)
-    if checkpoint_id.name == "checkpoint-rl-2":
-        os.kill(os.getpid(), signal.SIGKILL)  # written, but state.json does not say so
-kit.folder.dcp.save = last
-train.main(train.parse_config(sys.argv[1:]))
-"""
+WORDS = """--lora-rank 4 --sft-steps 2 --sft-demos 10 --rl-steps 3 --questions 2 --rollouts 3
+    --eval-questions 2 --save-every 1 --sft-lr 8e-2 --rl-lr 1e-2 --reward random""".split()
+
+
+def dying(*words) -> None:
+    """Train; when the checkpoint of step 2 is written, but state.json does not say so, die."""
+    save = kit.folder.dcp.save
+
+    def last(state, checkpoint_id):
+        save(state, checkpoint_id=checkpoint_id)
+        if checkpoint_id.name == "checkpoint-rl-2":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    kit.folder.dcp.save = last
+    train.main(parse_config([*words]))
 
 
 def test_a_run_with_an_adapter_that_is_killed_goes_on_to_the_same_end(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train.main(parse_config(["--out", str(whole), *WORDS]))
-    words = [sys.executable, "-c", DIES_IN_STAGE_2, "--out", str(killed), *WORDS]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    codes, told = together(1, dying, "--out", str(killed), *WORDS)
+    assert codes == [-signal.SIGKILL], told
     state = json.loads((killed / "state.json").read_text())
     assert (state["stage"], state["step"]) == ("rl", 1)
     assert sum(file.stat().st_size for file in killed.glob("checkpoint-rl-1/*")) < 500_000
     train.main(parse_config(["--resume", str(killed)]))
-    assert (whole / "log.jsonl").read_bytes() == (killed / "log.jsonl").read_bytes()
-    for file in (
-        "sft/model.safetensors",
-        "rl/model.safetensors",
-        "rl/adapter/adapter_model.safetensors",
-    ):
+    adapter = "rl/adapter/adapter_model.safetensors"
+    for file in ("log.jsonl", "sft/model.safetensors", "rl/model.safetensors", adapter):
         assert (whole / file).read_bytes() == (killed / file).read_bytes(), file
-    lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in open(whole / "log.jsonl")]
     kl = [line["kl"] for line in lines if line["stage"] == "rl"]
     assert kl[0] == 0 and kl[-1] > 0  # stage 2 begins as the merged SFT model
-    tiny, sft, rl = (
-        load_file(f / "model.safetensors") for f in (ROOT / "tiny", whole / "sft", whole / "rl")
-    )
-    for before, after in ((tiny, sft), (sft, rl)):
+    folders = ROOT / "tiny", whole / "sft", whole / "rl"
+    stages = [load_file(folder / "model.safetensors") for folder in folders]
+    for before, after in zip(stages, stages[1:]):
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         assert len(changed) == 14 and all(name.startswith("model.layers.") for name in changed)

@@ -2,8 +2,9 @@
 
 import weakref
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from kit.caches import apart, left_pad, packed, together
@@ -44,7 +45,7 @@ def test_no_more_than_one_layer_is_held_twice(monkeypatch):
 
 
 def test_rows_share_tensors_but_keep_their_own():
-    ((row,),) = [rows_of([4])]
+    (row,) = rows_of([4])
     cache = together([[*row], [*row]])
     cache.layers[0].keys[0] = 0.0
     assert row[0][0].abs().sum() > 0 and torch.equal(cache.layers[0].keys[1, :, 0], row[0][0][0])
@@ -56,8 +57,9 @@ def test_left_pad():
     assert left_pad([[], []], 0, torch.device("cpu"))[0].shape == (2, 0)
 
 
-@pytest.mark.parametrize(
-    "budget, parts", [(2, [[1], [2], [3]]), (3, [[1, 2], [3]]), (6, [[1, 2, 3]])]
-)
-def test_packed(budget, parts):
-    assert [*packed([1, 2, 3], sum, budget)] == parts and not [*packed([], sum, budget)]
+@given(st.lists(st.integers(1, 9)), st.integers(1, 20))
+def test_parts_are_as_large_as_their_budget_allows_and_nothing_is_cut_or_lost(items, budget):
+    parts = [*packed(items, sum, budget)]
+    assert sum(parts, []) == items and all(parts)
+    assert all(sum(part) <= budget or len(part) == 1 for part in parts)
+    assert all(sum(part) + after[0] > budget for part, after in zip(parts, parts[1:]))

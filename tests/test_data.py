@@ -1,35 +1,29 @@
 """python -m pytest tests/test_data.py      about 5 s: samples, the toy world, public questions"""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset
-from fixtures.make_fixtures import picture, png
+from fixtures.make_fixtures import parquet, picture, png
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 import data
 import kit.schemas
-from data import (
-    Sample,
-    demonstrations,
-    draw_scene,
-    load_rl,
-    out_of_prior_questions,
-    toy_questions,
-)
+from data import Sample, demonstrations, draw_scene, load_rl, out_of_prior_questions, toy_questions
 from kit.tables import read_image
-from rollout import Rules, check_fits, encode_prompt
 from sandbox import Observation
 
 RL = Path(__file__).parent / "fixtures" / "codev_rl.parquet"
 PICTURE = picture(0)[0]
 CELL = {"bytes": png(PICTURE), "path": None}
 seeds = st.integers(0, 10**6)
+
+
+def is_usual(question):
+    return question.answer == data.USUAL_TEXTURE[question.question.split()[5]]
 
 
 def overview(policy, image):
@@ -61,34 +55,32 @@ def test_squares_lie_inside_their_own_cells_and_share_nothing(seed):
 @pytest.mark.parametrize("shortcut", [0.0, 0.5, 1.0])
 def test_the_dial_is_the_share_of_usual_textures(shortcut):
     questions = toy_questions(600, "dial", shortcut, neutral_share=0.0)
-    usual = [q.answer == data.USUAL_TEXTURE[q.question.split()[5]] for q in questions]
-    assert np.mean(usual) == pytest.approx(shortcut, abs=0.06 if shortcut == 0.5 else 0)
+    close = 0.06 if shortcut == 0.5 else 0
+    assert np.mean([is_usual(q) for q in questions]) == pytest.approx(shortcut, abs=close)
 
 
 def test_a_guesser_is_always_wrong_against_the_prior():
     for q in out_of_prior_questions(100, 0):
-        assert q.kind == "search" and q.answer != data.USUAL_TEXTURE[q.question.split()[5]]
-        assert q.against_prior
+        assert q.kind == "search" and q.against_prior and not is_usual(q)
     assert not any(q.against_prior for q in toy_questions(100, 0))
 
 
 def test_questions_depend_on_their_arguments_alone():
-    a, b, other = toy_questions(20, 3), toy_questions(20, 3), toy_questions(20, 4)
-    assert [(s.id, s.question, s.answer, s.image.tobytes()) for s in a] == [
-        (s.id, s.question, s.answer, s.image.tobytes()) for s in b
-    ]
-    assert [s.question for s in a] != [s.question for s in other]
+    def drawn(seed):
+        return [(s.question, s.answer, s.image.tobytes()) for s in toy_questions(20, seed)]
+
+    assert drawn(3) == drawn(3) != drawn(4)
     assert 0.1 < np.mean([s.kind == "neutral" for s in toy_questions(400, 0)]) < 0.4
 
 
 @pytest.mark.parametrize("habit", data.HABITS)
 def test_demonstrations_follow_the_habit_and_do_what_they_say(habit):
-    demos = demonstrations(2000, 0, habit)
+    demos = demonstrations(1500, 0, habit)
     search = [d for d in demos if d.route != "neutral"]
     if habit == "careless":  # the habit behind docs/results.md
         assert data.HABITS[habit] == {"right": 0.2, "whole": 0.1, "slip": 0.3, "guess": 0.4}
-    usual = [d.sample.answer == data.USUAL_TEXTURE[d.sample.question.split()[5]] for d in search]
-    assert np.mean(usual) == pytest.approx(0.25, abs=0.03)  # one of four: no prior
+    usual = np.mean([is_usual(d.sample) for d in search])
+    assert usual == pytest.approx(0.25, abs=0.03)  # one of four: no prior
     for route, share in data.HABITS[habit].items():
         assert np.mean([d.route == route for d in search]) == pytest.approx(share, abs=0.04)
     for d in search:
@@ -117,14 +109,20 @@ def test_what_code_printed_is_cut_behind_the_limit_and_told_so(log, limit):
     assert told == (whole if len(log) <= limit else log[:limit] + " ...")
 
 
-def test_foreign_text_is_cleaned_wherever_it_enters():
+def test_an_observation_tells_of_every_repair_and_error():
+    seen = Observation(text="2\n", notes=["note: a"], error="ValueError: b")
+    text = data.observation_text(seen, str, limit=1)  # the limit is the log's
+    assert text.splitlines() == ["2", "note: a", "ValueError: b", data.FIX_IT]
+
+
+def test_a_prompt_tells_the_size_and_foreign_text_is_cleaned_wherever_it_enters():
     asked = Sample("x", PICTURE, "<forged>", "!", options=("<forged>",))
     seen = Observation("<forged>", notes=["<forged>"], error="<forged>", environment="<forged>")
     clean = lambda text: text.replace("<forged>", "clean")  # noqa: E731
-    texts = [part.get("text", "") for part in data.messages(asked, clean)[1]["content"]]
+    text = "".join(part.get("text", "") for part in data.messages(asked, clean)[1]["content"])
     told = data.observation_text(seen, clean, 99)
-    assert "forged" not in "".join([*texts, told])
-    assert texts[1].count("clean") == 2 and told.count("clean") == 4
+    assert "forged" not in text + told and (text.count("clean"), told.count("clean")) == (2, 4)
+    assert "480x320" in text
 
 
 def test_bad_arguments_say_what_was_expected():
@@ -151,11 +149,6 @@ def test_the_image_of_a_sample_is_upright_and_rgb():
 # Public data sets
 
 
-def parquet(path: Path, rows: list[dict]) -> Path:
-    Dataset.from_list(rows).to_parquet(path)
-    return path
-
-
 def test_rows_in_verls_form_become_samples():
     samples = load_rl(RL)
     assert len(samples) == 9 and samples.skipped == []
@@ -177,11 +170,8 @@ def test_nothing_is_lost_silently(tmp_path):
     for _ in range(2):  # found out, and read again
         samples = load_rl(where)
         assert [s.id for s in samples] == ["row-0", "row-2", "row-4"]
-        assert [(bad.row, bad.field) for bad in samples.skipped] == [
-            (1, "image"),
-            (3, "image"),
-            (5, "image"),
-        ]
+        skipped = [(bad.row, bad.field) for bad in samples.skipped]
+        assert skipped == [(1, "image"), (3, "image"), (5, "image")]
         assert "200 times longer than wide" in samples.skipped[-1].reason
     with pytest.raises(ValueError, match="a.parquet: row 1, image: nothing in images or image"):
         load_rl(where, on_bad="stop")
@@ -214,26 +204,21 @@ def test_a_question_that_does_not_fit_is_left_out_at_the_start():
     assert {(bad.field, bad.reason) for bad in samples.skipped} == {("length", "too long")}
 
 
-def test_a_second_start_decodes_nothing_until_the_file_or_a_limit_changes(
-    tmp_path, policy, decoded
-):
+def test_a_second_start_decodes_nothing_until_the_file_or_a_limit_changes(tmp_path, decoded):
     rows = [{"image": CELL, "problem": "word " * n, "answer": "!"} for n in (1, 200, 20)]
     where = parquet(tmp_path / "a.parquet", rows)
 
-    def load(max_length: int) -> tuple[list[int], int]:
-        rules = replace(Rules(), max_new_tokens=9, max_length=max_length)
-
+    def load(limit: int, key=True) -> tuple[list[int], int]:
         def fits(sample):
-            check_fits(policy, sample, encode_prompt(policy, sample, pixels=False), rules)
+            if len(sample.question) > limit:
+                raise ValueError("too long")
 
         decoded.clear()
-        samples = load_rl(where, "skip", fits, (policy.version(), max_length))
+        samples = load_rl(where, "skip", fits, ("letters", limit) if key else None)
         return [bad.row for bad in samples.skipped], len(decoded)
 
-    rules = replace(Rules(), max_new_tokens=9)
-    lengths = [len(encode_prompt(policy, s).ids) + rules.max_new_tokens for s in load_rl(where)]
-    low, high = sorted(lengths)[1:]
-    assert load(low) == ([1], 3) and load(low) == ([1], 0)
-    assert load(high) == ([], 3) and load(high) == ([], 0)
+    assert load(200) == ([1], 3) and load(200) == ([1], 0)
+    assert load(999) == ([], 3) and load(999) == ([], 0)
+    assert load(200, key=False) == ([1], 3) == load(200, key=False)  # unknown limits: never kept
     parquet(where, [rows[0], rows[0], rows[1]])
-    assert load(low) == ([2], 3) and load(low) == ([2], 0)
+    assert load(200) == ([2], 3) and load(200) == ([2], 0)

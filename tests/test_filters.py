@@ -2,18 +2,18 @@
 
 import json
 import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import RULES
-from datasets import Dataset
-from fixtures.make_fixtures import picture, png, rl_rows
-from hypothesis import given
+from fixtures.make_fixtures import parquet, picture, png, rl_rows
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-import beyond.filters
-from beyond.filters import Options
+from beyond import filters
+from beyond.filters import Options, Verdict
 from data import load_rl
 from kit.tables import Lazy, read_rows
 from rollout import Trajectory
@@ -22,11 +22,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 RL, SFT = FIXTURES / "codev_rl.parquet", FIXTURES / "thyme_sft.jsonl"
 PNG = png(picture(0)[0])
 FLAT = {"image": {"bytes": PNG, "path": None}, "problem": "<image>How many?", "answer": 4}
-
-
-def parquet(path: Path, rows: list[dict]) -> Path:
-    Dataset.from_list(rows).to_parquet(path)
-    return path
+SAMPLE = load_rl(RL)[0]
 
 
 # Filters
@@ -46,11 +42,10 @@ class FakeJudge:
 
 
 def test_sources_of_external_knowledge_are_dropped():
-    sources = ["vstar", "OK-VQA", "A-OKVQA/train", "", None]
-    rows = [{"data_source": s} for s in sources]
-    words = [v.word for v in beyond.filters.by_source(rows, range(5))]
-    assert words == ["keep", "drop", "drop", "keep", "keep"]
-    assert beyond.filters.by_source(rows, [0], "vstar,chart")[0].reason == "source vstar"
+    words = {"vstar": "keep", "OK-VQA": "drop", "A-OKVQA/train": "drop", "": "keep", None: "keep"}
+    rows = [{"data_source": source} for source in words]
+    assert [v.word for v in filters.by_source(rows, range(5))] == [*words.values()]
+    assert filters.by_source(rows, [0], "vstar,chart")[0].reason == "source vstar"
 
 
 def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
@@ -58,16 +53,16 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
     told = {"chart-1": ("drop", "it says STOP"), "vstar-3": ("unsure", "blurred"), "chart-4": None}
     samples = Lazy(lambda k: samples_of[k % 9], range(10))  # one of them stands there twice
     judge = FakeJudge(told)
-    words = {s.id: v for s, v in zip(samples, beyond.filters.by_label(samples, judge, record))}
-    assert words["vstar-0"] == beyond.filters.Verdict("keep", "right")
-    assert words["chart-1"] == beyond.filters.Verdict("drop", "it says STOP")
+    words = {s.id: v for s, v in zip(samples, filters.by_label(samples, judge, record))}
+    assert words["vstar-0"] == Verdict("keep", "right")
+    assert words["chart-1"] == Verdict("drop", "it says STOP")
     assert words["vstar-3"].word == "unsure" and words["chart-4"].word == "no verdict"
     assert sorted(judge.asked) == sorted(s.id for s in samples_of)
 
     # A person settles the doubt; what is known is not asked again, what got no verdict is.
     record.write_text(record.read_text().replace('"unsure"', '"keep"'))
     again = FakeJudge({})
-    assert [v.word for v in beyond.filters.by_label(samples, again, record)].count("keep") == 9
+    assert [v.word for v in filters.by_label(samples, again, record)].count("keep") == 9
     assert again.asked == ["chart-4"]
 
 
@@ -79,10 +74,10 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
 def test_a_slip_in_an_edited_record_is_named(tmp_path, was, now, said):
     samples, record = load_rl(RL), tmp_path / "labels.jsonl"
     judge = FakeJudge({samples[1].id: ("unsure", "blurred")})
-    beyond.filters.by_label(samples, judge, record)
+    filters.by_label(samples, judge, record)
     record.write_text(record.read_text().replace(was, now))
     with pytest.raises(ValueError, match=f"labels.jsonl, {said}"):
-        beyond.filters.by_label(samples, judge, record)
+        filters.by_label(samples, judge, record)
 
 
 def test_a_served_model_is_shown_the_image_the_options_and_the_label(monkeypatch):
@@ -92,9 +87,9 @@ def test_a_served_model_is_shown_the_image_the_options_and_the_label(monkeypatch
         asked.append((system, content))
         return read('{"reason": "it is red", "label": "drop"}')
 
-    monkeypatch.setattr(beyond.filters.LabelJudge, "ask", ask)
-    judge = beyond.filters.LabelJudge("http://127.0.0.1:9/v1", "name")
-    sample = replace(load_rl(RL)[0], question="Which ?", options=("red", "blue"), answer="A")
+    monkeypatch.setattr(filters.LabelJudge, "ask", ask)
+    judge = filters.LabelJudge("http://127.0.0.1:9/v1", "name")
+    sample = replace(SAMPLE, question="Which ?", options=("red", "blue"), answer="A")
     assert tuple(judge.check_label(sample)) == ("drop", "it is red")
     ((system, (picture, words)),) = asked
     assert "check the label" in system and picture["type"] == "image_url"
@@ -105,40 +100,34 @@ def test_a_served_model_is_shown_the_image_the_options_and_the_label(monkeypatch
 def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
     samples, record, asked = load_rl(RL), tmp_path / "labels.jsonl", []
     ask = lambda some: [asked.append(s.id) or {"right": s.id} for s in some]  # noqa: E731
-    whole = beyond.filters.asked_once(samples, ask, {}, record, batch=2)
+    whole = filters.asked_once(samples, ask, {}, record, batch=2)
     written = record.read_bytes()
     for cut in (0, 1, len(written) // 2, len(written) - 1):
         record.write_bytes(written[:cut])
         asked.clear()
-        assert beyond.filters.asked_once(samples, ask, {}, record, batch=2) == whole
+        assert filters.asked_once(samples, ask, {}, record, batch=2) == whole
         assert record.read_bytes() == written
         assert len(asked) == 9 - written[:cut].count(b"\n")
 
 
 def test_what_is_asked_is_told_apart_by_all_that_matters():
-    changes = (
-        {},
-        {"question": "x"},
-        {"answer": "x"},
-        {"options": ("x",)},
-        {"image": picture(1)[0]},
-    )
-    assert len({beyond.filters.fingerprint(replace(SAMPLE, **change)) for change in changes}) == 5
-    assert beyond.filters.fingerprint(replace(SAMPLE, id="x")) == beyond.filters.fingerprint(SAMPLE)
+    matters = dict(question="x", answer="x", options=("x",), image=picture(1)[0])
+    changed = [replace(SAMPLE, **{name: value}) for name, value in matters.items()]
+    assert len({filters.fingerprint(sample) for sample in (SAMPLE, *changed)}) == 5
+    assert filters.fingerprint(replace(SAMPLE, id="x")) == filters.fingerprint(SAMPLE)
 
 
-def test_a_record_of_another_setting_is_not_reused(tmp_path):
+def test_a_record_of_another_setting_and_a_file_that_is_no_record_are_not_touched(tmp_path):
     samples, record = load_rl(RL), tmp_path / "d.jsonl"
-    beyond.filters.asked_once(samples, lambda some: [{"right": 1}] * len(some), {"n": 8}, record, 4)
-    with pytest.raises(ValueError, match="was made with {'n': 8}, and this is {'n': 4}"):
-        beyond.filters.asked_once(samples, lambda some: [{}] * len(some), {"n": 4}, record, 4)
-
-
-def test_a_file_that_is_no_record_is_not_touched(tmp_path):
-    (record := tmp_path / "d.jsonl").write_text(written := '{"problem": "?"}\n[1')
-    with pytest.raises(ValueError, match="d.jsonl, line 1 is no finding"):
-        beyond.filters.asked_once(load_rl(RL), lambda some: [{}] * len(some), {}, record, 4)
-    assert record.read_text() == written
+    filters.asked_once(samples, lambda some: [{"right": 1}] * len(some), {"n": 8}, record, 4)
+    for written, words in (
+        (record.read_text(), "was made with {'n': 8}, and this is {'n': 4}"),
+        ('{"problem": "?"}\n[1', "d.jsonl, line 1 is no finding"),
+    ):
+        record.write_text(written)
+        with pytest.raises(ValueError, match=words):
+            filters.asked_once(samples, lambda some: [{}] * len(some), {"n": 4}, record, 4)
+        assert record.read_text() == written
 
 
 def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch):
@@ -147,57 +136,43 @@ def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        beyond.filters.asked_once(samples, ask, {}, record, batch=4)
+        filters.asked_once(samples, ask, {}, record, batch=4)
         (tmp_path / f"d.{rank}.jsonl").rename(tmp_path / rank)  # they start together: unseen
     assert asked == [samples[k].id for k in (0, 2, 4, 6, 8, 1, 3, 5, 7)]
     for rank in "01":
         (tmp_path / rank).rename(tmp_path / f"d.{rank}.jsonl")
     monkeypatch.delenv("WORLD_SIZE")
-    assert None not in beyond.filters.asked_once(samples, ask, {}, record, batch=4)
+    assert None not in filters.asked_once(samples, ask, {}, record, batch=4)
     assert len(asked) == 9  # nobody was asked again
 
 
-@given(st.integers(1, 12), st.floats(0, 1), st.data())
-def test_what_is_answered_right_too_often_is_dropped(policy, n, most, draw):
-    samples = Lazy(lambda k: replace(SAMPLE, id=str(k)), range(3))
-    right = [draw.draw(st.integers(0, n)) for _ in samples]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beyond.filters, "asked_once", lambda *a, **k: [{"right": r} for r in right])
-        options = Options(samples=n, max_accuracy=most)
-        verdicts = beyond.filters.by_difficulty(samples, policy, RULES, options)
-    assert [v.word == "drop" for v in verdicts] == [r > most * n for r in right]
-
-
-SAMPLE = load_rl(RL)[0]
-
-
-def test_eight_tries_drop_eight_of_eight_only(policy, tmp_path, monkeypatch):
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.floats(0, 1))
+@example([0, 7, 8], 7 / 8)  # eight tries drop eight of eight only
+def test_what_is_answered_right_too_often_is_dropped(policy, right, most):
     def play(policy, samples, n, rules):
-        said = lambda s, k: Trajectory(s, answer="AB"[k >= RIGHT[s.id]], ended="answered")  # noqa: E731
+        said = lambda s, k: Trajectory(s, answer="AB"[k >= right[int(s.id)]], ended="answered")  # noqa: E731
         return [[said(s, k) for k in range(n)] for s in samples]
 
-    RIGHT = {"zero": 0, "seven": 7, "eight": 8}
-    monkeypatch.setattr(beyond.filters, "play", play)
-    samples = Lazy(lambda id: replace(SAMPLE, id=id, question=id), list(RIGHT))
-    options = Options(out=tmp_path / "d.parquet", model="model")
-    verdicts = beyond.filters.by_difficulty(samples, policy, RULES, options)
-    assert [(v.word, v.reason) for v in verdicts] == [
-        ("keep", "0 of 8 right"), ("keep", "7 of 8 right"), ("drop", "8 of 8 right")
-    ]  # fmt: skip
+    samples = Lazy(lambda k: replace(SAMPLE, id=str(k), question=str(k)), range(len(right)))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filters, "play", play)
+        options = Options(out=Path(folder) / "d.parquet", model="model", max_accuracy=most)
+        verdicts = filters.by_difficulty(samples, policy, RULES, options)
+    words = ["drop" if r > most * 8 else "keep" for r in right]
+    assert verdicts == [Verdict(word, f"{r} of 8 right") for word, r in zip(words, right)]
 
 
 def test_what_a_filter_keeps_can_be_filtered_again(tmp_path):
     """Same ids, kinds, options, boxes and the very bytes of the images; the rest is listed."""
-    row = FLAT | {"options": ["one", "4"], "boxes": [[1, 2, 2.5, 4]], "kind": "neutral", "id": "x"}
-    row["answer"] = "4"
-    bad = row | {"answer": "5", "id": "y"}
-    where = parquet(tmp_path / "a.parquet", [row, row | {"id": "z"}, bad])
+    row = FLAT | {"options": ["one", "4"], "boxes": [[1, 2, 2.5, 4]], "kind": "neutral", "id": "x",
+                  "answer": "4"}  # fmt: skip
+    rows = [row, row | {"id": "z"}, row | {"answer": "5", "id": "y"}]
+    where = parquet(tmp_path / "a.parquet", rows)
     samples, rows = load_rl(where), read_rows(where)
-    verdicts = [beyond.filters.Verdict("keep", ""), beyond.filters.Verdict("unsure", "too dark")]
-    counts = beyond.filters.write_sieved(tmp_path / "b" / "kept.parquet", samples, rows, verdicts)
+    verdicts = [Verdict("keep", ""), Verdict("unsure", "too dark")]
+    counts = filters.write_sieved(tmp_path / "b" / "kept.parquet", samples, rows, verdicts)
     assert counts == {"keep": 1, "unsure": 1}
-    kept = load_rl(tmp_path / "b")
-    (again,) = kept
+    (again,) = load_rl(tmp_path / "b")
     assert (again.id, again.kind, again.options) == ("x", "neutral", ("one", "4"))
     assert again.boxes == ((1, 2, 3, 4),)
     assert read_rows(tmp_path / "b")[0]["image"]["bytes"] == PNG
@@ -210,7 +185,7 @@ def test_what_a_filter_keeps_can_be_filtered_again(tmp_path):
 
 
 def command(*words) -> None:
-    beyond.filters.main([str(word) for word in words])
+    filters.main([str(word) for word in words])
 
 
 def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
@@ -249,12 +224,9 @@ def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     (("--difficulty", RL), "--difficulty needs --model"),
     (("--describe", "gone.parquet"), "no data in gone.parquet"),
     (("--describe", SFT), "give --model"),
-    (("--describe", ""), "with a WHERE"),
     (("--drop-sources", ""), "with a WHERE"),
     (("--drop-sources", RL, "--check-labels", RL), "expected one of --describe"),
-    (("--out", "x.parquet"), "expected one of --describe"),
     (("--difficulty", RL, "--model", "tiny", "--samples", 0), "--samples: .* least 1; got 0"),
-    (("--difficulty", RL, "--model", "tiny", "--batch", 0), "--batch: .* least 1; got 0"),
 ])  # fmt: skip
 def test_a_command_that_cannot_work_says_what_to_do(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -263,14 +235,11 @@ def test_a_command_that_cannot_work_says_what_to_do(words, said, capsys):
 
 
 @pytest.mark.parametrize("where, out, said", [
-    ("a.jsonl", "b.txt", "ends in .parquet"),
     ("a.jsonl", "b.jsonl", "ends in .parquet"),
-    ("a.jsonl", "dir.parquet", "ends in .parquet"),
     ("a.jsonl", "a.parquet", "/a.jsonl would lie over or in the input"),
     ("a.parquet", "dir.parquet/../a.parquet", "would lie over or in"),
     ("link.jsonl", "a.parquet", "would lie over or in"),
     (".", "b.parquet", "would lie over or in"),
-    (".:a", "a.parquet", "would lie over or in"),
 ])  # fmt: skip
 def test_a_filter_does_not_write_over_what_it_reads(tmp_path, where, out, said, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps(FLAT | {"image": "a.png"}))

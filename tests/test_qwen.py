@@ -9,13 +9,13 @@ import random
 import re
 import shutil
 import string
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from conftest import RULES, SCRIPTS, fresh_logits, scripted
+from conftest import ANSWER, LOOK, RULES, SCRIPTS, SHORT, copied, fresh_logits, performed
+from conftest import scripted, worst_difference
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -27,9 +27,9 @@ import rollout
 from data import TAGS, Sample, load_rl, parse, toy_questions
 from grpo import group_row, log_probs
 from kit.adapter import adapted
-from kit.grammar import end_of_turn
-from kit.qwen import Model, Policy, freeze_vision
+from kit.qwen import Policy, freeze_vision
 from rollout import Rules, check_fits, encode_prompt, load_policy, play
+from sandbox import Sandbox
 from sft import load_thyme, rows_of
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures"
@@ -40,36 +40,39 @@ def standin(standin_folder):
     return load_policy(standin_folder)
 
 
-@contextmanager
-def within(policy, max_pixels):
-    """The same policy on another pixel budget, for a while."""
-    own = policy.image_processor.size
-    policy.image_processor.size = {
-        "shortest_edge": own["shortest_edge"],
-        "longest_edge": max_pixels,
-    }
-    yield
-    policy.image_processor.size = own
-
-
 @pytest.fixture(scope="module")
-def played(standin, samples):
-    with scripted(standin, SCRIPTS) as heard:
-        groups = play(standin, samples[:2], 3, RULES)
-    return [t for group in groups for t in group], heard
+def saved(standin, tmp_path_factory):
+    """Its export, made after it has played."""
+    play(standin, toy_questions(1, 0), 1, Rules(turns=1, max_new_tokens=1, max_length=1024))
+    standin.save(folder := tmp_path_factory.mktemp("saved"))
+    return folder
+
+
+@pytest.fixture
+def export(saved, tmp_path):
+    """A copy of it, of which every file may be replaced, but none be written into."""
+    return shutil.copytree(saved, tmp_path / "export", copy_function=os.link)
+
+
+def rewritten(file: Path, text: str) -> None:
+    file.unlink()
+    file.write_text(text)
+
+
+def within(policy, max_pixels):
+    """The same policy on another pixel budget, inside of this."""
+    size = policy.image_processor.size | {"longest_edge": max_pixels}
+    return mock.patch.object(policy.image_processor, "size", size)
 
 
 def test_the_checkpoint_is_trained_in_fp32_whatever_it_was_saved_in(standin):
     assert {p.dtype for p in standin.model.parameters()} == {torch.float32}
 
 
-def test_rollouts_equal_a_fresh_forward(standin, played):
-    trajectories, heard = played
-    for t in trajectories:
-        fresh = fresh_logits(standin, t).log_softmax(-1)
-        for turn, said in zip(t.turns, heard[id(t)], strict=True):
-            difference = said.log_softmax(-1) - fresh[turn.start - 1 : turn.end - 1]
-            assert difference.abs().max() <= 1e-5
+def test_rollouts_equal_a_fresh_forward(standin, samples):
+    with scripted(standin, SCRIPTS[:4]) as heard:
+        flat = sum(play(standin, samples[:2], 2, RULES), [])
+    assert worst_difference(standin, flat, heard) <= 1e-5
 
 
 def test_windows_of_a_length_in_one_call_are_the_windows_one_by_one(standin, monkeypatch):
@@ -97,52 +100,24 @@ def test_windows_of_a_length_in_one_call_are_the_windows_one_by_one(standin, mon
     assert set(theirs) == {1} and sum(ours) == len(theirs) > 40 and len(ours) <= 13
 
 
-def test_the_group_row_has_the_gradient_of_one_row_each(standin, played):
-    trajectories, weight = played[0][:3], torch.tensor([1.0, -0.5, 2.0])
-
-    def gradient(batches):
-        standin.model.zero_grad()
-        for batch in batches:
-            logp, owner = log_probs(standin, batch)
-            (logp * weight[owner]).sum().backward()
-        return torch.cat(
-            [p.grad.flatten() for p in standin.model.parameters() if p.grad is not None]
-        )
-
-    indexed = list(enumerate(trajectories))
-    alone = gradient([[group_row(standin, [one])] for one in indexed])
-    together = gradient([[group_row(standin, indexed)]])
-    assert (together - alone).norm() / alone.norm() <= 1e-5
-
-
-@pytest.mark.parametrize("tail", ["", "\n", ".", "\n\n", "'", " "])
-def test_a_turn_ends_at_its_tag_however_the_tokens_merge(standin, tail):
-    words = "x = f(1)</code>" + tail + "never said"
-    ids = standin.tokenizer(words, add_special_tokens=False)["input_ids"]
-    end = end_of_turn(standin.tokenizer, [0], [""])
-    stopped = next(n for n in range(1, len(ids) + 1) if end(torch.tensor([ids[:n]]), None).item())
-    said = standin.tokenizer.decode(ids[:stopped])
-    assert "</code>" in said and "never" not in said
-
-
 def test_rows_of_the_embedding_that_are_no_token_are_never_sampled(standin, samples):
     torch.manual_seed(0)
-    (group,) = play(standin, samples[:1], 64, Rules(turns=1, max_new_tokens=8, max_length=1024))
+    (group,) = play(standin, samples[:1], 32, Rules(turns=1, max_new_tokens=8, max_length=1024))
     sampled = {i for t in group for i in t.ids[t.prompt :]}
     assert max(sampled) < len(standin.tokenizer) and not sampled & set(standin.forbidden)
     assert 152_063 in standin.forbidden and standin.tokenizer.pad_token_id in standin.forbidden
 
 
-def test_an_export_keeps_everything_a_reader_needs(standin, samples, tmp_path):
-    standin.save(tmp_path)
-    again = load_policy(tmp_path)
+def test_an_export_keeps_everything_a_reader_needs(standin, samples, saved):
+    """Also that whoever generates from it stops: a rollout leaves no trace in it."""
+    again = load_policy(saved)
     assert encode_prompt(again, samples[0]).ids == encode_prompt(standin, samples[0]).ids
     assert again.forbidden == standin.forbidden
     for name in ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"):
-        assert (tmp_path / name).exists()
-    play(standin, samples[:1], 1, Rules(turns=1, max_new_tokens=1, max_length=1024))
-    standin.save(tmp_path)  # a rollout leaves no trace: whoever generates from the export stops
-    assert load_policy(tmp_path).model.generation_config.eos_token_id == [151645, 151643]
+        assert (saved / name).exists()
+    assert again.model.generation_config.eos_token_id == [151645, 151643]
+    for p, q in zip(again.model.parameters(), standin.model.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([20_000, 100_352, 10**6]))
@@ -158,102 +133,82 @@ def test_one_budget_counts_tokens_for_the_filter_the_rollout_and_the_loss(standi
     assert tokens * 784 <= budget or max(w, h) > 8 * min(w, h)  # a strip keeps one token a side
 
 
-def test_a_budget_travels_with_the_export(standin, tmp_path):
+def test_a_budget_travels_with_the_export(standin, export):
+    (export / "preprocessor_config.json").unlink()
     with within(standin, 100_352):
-        standin.save(tmp_path)
-    again = load_policy(tmp_path)
+        standin.image_processor.save_pretrained(export)
+    again = load_policy(export, weights=False)
     assert again.image_processor.size["longest_edge"] == 100_352
-    assert load_policy(tmp_path, max_pixels=784).image_processor.size["longest_edge"] == 784
-    picture = again.pictures([Image.new("RGB", (2000, 1500))])[0]
+    (picture,) = again.pictures([Image.new("RGB", (2000, 1500))])
     assert picture.grid.prod() * 14 * 14 <= 100_352
+    again = load_policy(export, max_pixels=784, weights=False)
+    assert again.image_processor.size["longest_edge"] == 784
 
 
-def test_a_checkpoint_that_cannot_work_is_refused_and_says_why(standin, tmp_path, monkeypatch):
-    def spoilt(name, file, change):
-        shutil.copytree(tmp_path / "good", tmp_path / name, copy_function=os.link)
-        text = change and change((tmp_path / name / file).read_text())
-        (tmp_path / name / file).unlink()
-        if change:
-            (tmp_path / name / file).write_text(text)
-        return tmp_path / name
+@pytest.mark.parametrize("file, change, words", [
+    ("config.json", None, "no checkpoint in .*export"),
+    ("config.json", ("qwen2_5_vl", "qwen2_vl"), "'qwen2_vl'"),
+    ("config.json", ('"image_token_id": 151655', '"image_token_id": 151656'),
+     "is token 151655, but the model"),
+    ("tokenizer.json", (r"<\|(vision_start|image_pad)\|>", r"<|other_\1|>"),
+     "this one has no <|vision_start|>"),
+    ("model.safetensors", None, "no model .*, model.safetensors,"),
+    ("preprocessor_config.json", None, "no model .*, model.safetensors,"),
+])  # fmt: skip
+def test_a_checkpoint_that_cannot_work_is_refused_and_says_why(export, file, change, words):
+    if change:
+        rewritten(export / file, re.sub(*change, (export / file).read_text()))
+    else:
+        (export / file).unlink()
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        load_policy(export, weights=file == "model.safetensors")
 
-    standin.save(tmp_path / "good")
-    no_vision = partial(re.sub, r"<\|(vision_start|image_pad)\|>", r"<|other_\1|>")
-    other_image = ('"image_token_id": 151655', '"image_token_id": 151656')
-    cases = [
-        (tmp_path / "none", "no checkpoint in .*none"),
-        (
-            spoilt("kind", "config.json", lambda s: s.replace("qwen2_5_vl", "qwen2_vl")),
-            "'qwen2_vl'",
-        ),
-        (spoilt("words", "tokenizer.json", no_vision), "this one has no <|vision_start|>"),
-        (
-            spoilt("pair", "config.json", lambda s: s.replace(*other_image)),
-            "is token 151655, but the model",
-        ),
-        (spoilt("weights", "model.safetensors", None), "no model .*, model.safetensors,"),
-        (spoilt("eyes", "preprocessor_config.json", None), "no model .*, model.safetensors,"),
-    ]
-    for folder, words in cases:
-        with pytest.raises((ValueError, FileNotFoundError), match=words):
-            load_policy(folder)
+
+def test_what_is_not_there_is_told_from_what_cannot_work(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        FileNotFoundError, match="no model 'Qwen/No-Such-Model'.*hub name within reach"
+    for name, words in (
+        (tmp_path, "expected a folder with config.json"),
+        ("Qwen/No-Such-Model", "no model 'Qwen/No-Such-Model'.*hub name within reach"),
     ):
-        load_policy("Qwen/No-Such-Model")
-    with pytest.raises(ValueError, match="--max-pixels 100: one visual token takes 784 pixels"):
-        load_policy(tmp_path / "good", max_pixels=100)
+        with pytest.raises(FileNotFoundError, match=words):
+            load_policy(name)
 
 
-def test_the_flat_config_of_the_released_checkpoint_is_read_alike(standin, tmp_path):
-    standin.save(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+def test_the_flat_config_of_the_released_checkpoint_is_read_alike(standin, export):
+    config = json.loads((export / "config.json").read_text())
     text = config.pop("text_config")
     rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
-    kept = {name: value for name, value in text.items() if name not in ("model_type", "dtype")}
-    del kept["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps(kept | config | rope))
-    flat = load_policy(tmp_path).model.config.text_config
+    kept = {k: v for k, v in text.items() if k not in ("model_type", "dtype", "rope_parameters")}
+    rewritten(export / "config.json", json.dumps(kept | config | rope))
+    flat = load_policy(export, weights=False).model.config.text_config
     own = standin.model.config.text_config
     assert flat.rope_parameters["mrope_section"] == own.rope_parameters["mrope_section"]
     assert flat.rope_parameters["rope_theta"] == own.rope_parameters["rope_theta"]
     assert (flat.vocab_size, flat.hidden_size) == (own.vocab_size, own.hidden_size)
 
 
-def test_without_weights_a_policy_counts_all_the_same(standin, samples, tmp_path):
-    standin.save(tmp_path)
-    empty = load_policy(tmp_path, weights=False)
+def test_without_weights_a_policy_counts_all_the_same(standin, samples, saved):
+    empty = load_policy(saved, weights=False)
     count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
     assert count(empty.model) == count(standin.model) and empty.device.type == "meta"
     ids = [encode_prompt(p, samples[0], pixels=False).ids for p in (empty, standin)]
     assert ids[0] == ids[1]
 
 
-def test_weights_that_a_file_lacks_are_not_made_up(standin, tmp_path):
-    standin.save(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
+def test_weights_that_a_file_lacks_are_not_made_up(export):
+    weights = load_file(export / "model.safetensors")
     del weights[next(name for name in weights if "visual" in name)]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (export / "model.safetensors").unlink()
+    save_file(weights, export / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="lacks 1 weights, such as model.visual"):
-        load_policy(tmp_path)
-
-
-def test_a_frozen_tower_stays_and_the_rest_learns(standin, played):
-    frozen = Policy(copy.deepcopy(standin.model), standin.tokenizer, standin.image_processor, TAGS)
-    freeze_vision(frozen)
-    logp, _ = log_probs(frozen, [group_row(frozen, [(0, played[0][0])])])
-    logp.sum().backward()
-    for name, parameter in frozen.model.named_parameters():
-        assert (parameter.grad is None) == name.startswith("model.visual.")
+        load_policy(export)
 
 
 def test_a_policy_would_also_take_a_network_like_qwen3_vl(policy, samples, tmp_path):
     """docs/lab.md says what else it takes; until then its checkpoints are refused."""
     id_of = policy.tokenizer.convert_tokens_to_ids
-    rope = dict(
-        rope_type="default", rope_theta=1e6, mrope_section=[8, 8, 8], mrope_interleaved=True
-    )
+    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[8, 8, 8],
+                mrope_interleaved=True)  # fmt: skip
     text = dict(
         vocab_size=len(policy.tokenizer), hidden_size=64, intermediate_size=128, head_dim=48,
         num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope,
@@ -264,23 +219,17 @@ def test_a_policy_would_also_take_a_network_like_qwen3_vl(policy, samples, tmp_p
         out_hidden_size=64, deepstack_visual_indexes=[0, 1], num_position_embeddings=64,
         initializer_range=0.08,
     )  # fmt: skip
-    words = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
-             "vision_start_token_id": "<|vision_start|>",
-             "vision_end_token_id": "<|vision_end|>"}  # fmt: skip
-    ids = {name: id_of(token) for name, token in words.items()}
+    names = dict(image="image_pad", video="video_pad", vision_start="vision_start",
+                 vision_end="vision_end")  # fmt: skip
+    ids = {f"{name}_token_id": id_of(f"<|{token}|>") for name, token in names.items()}
     torch.manual_seed(0)
     config = Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
     model = Qwen3VLForConditionalGeneration(config).eval()
     third = Policy(model, policy.tokenizer, policy.image_processor, TAGS)
     with scripted(third, SCRIPTS[:3]) as heard:
         (group,) = play(third, samples[:1], 3, RULES)
-    alone = []
-    for i, t in enumerate(group):
-        fresh = fresh_logits(third, t).log_softmax(-1)
-        for turn, said in zip(t.turns, heard[id(t)]):
-            difference = said.log_softmax(-1) - fresh[turn.start - 1 : turn.end - 1]
-            assert difference.abs().max() < 1e-4
-        alone.append(log_probs(third, [group_row(third, [(i, t)])])[0])
+    assert worst_difference(third, group, heard) < 1e-4
+    alone = [log_probs(third, [group_row(third, [(i, t)])])[0] for i, t in enumerate(group)]
     together = log_probs(third, [group_row(third, [*enumerate(group)])])[0]
     assert (together - torch.cat(alone)).abs().max() < 1e-4
     named = adapted(third, 4, "seed").model.named_parameters()
@@ -305,33 +254,14 @@ def test_public_rows_fit_the_released_tokenizer_and_its_budget(standin):
     assert (len(trajectories), skipped, len(questions)) == (8, [], 9)
 
 
-def test_a_prompt_that_leaves_no_room_names_both_numbers(standin):
-    sample = Sample("wide", Image.new("RGB", (1120, 1120)), "?", "!")
-    with pytest.raises(ValueError, match=r"\(1600 of them for the image\), but --max-length 1024"):
-        check_fits(standin, sample, encode_prompt(standin, sample, False), Rules(max_length=1024))
-
-
-def test_every_image_gets_as_many_pads_as_its_grid_has_visual_tokens(standin):
-    """112 x 112, then 56 x 84 and 140 x 28 from one program: 16 + 6 + 5 visual tokens."""
-    sample = Sample("counts", Image.new("RGB", (112, 112)), "?", "!")
-    both = (
-        "<code>\nImage.new('RGB', (56, 84), 'red').show()\n"
-        "Image.new('RGB', (140, 28), 'blue').show()\n</code>"
-    )
-    with scripted(standin, [[both, "<answer>!</answer>"]]):
-        ((t,),) = play(standin, [sample], 1, RULES)
-    assert [p.grid.tolist() for p in t.images] == [[1, 8, 8], [1, 6, 4], [1, 2, 10]]
-    assert t.ids.count(standin.image_id) == 16 + 6 + 5
-
-
 def test_coordinates_are_those_of_the_picture_that_code_gets(standin):
     """A 40 x 40 red square at (3000, 2000) of a 4000 x 3000 picture, seen through a small pixel
     budget: the prompt names the full size, and a crop at full-size coordinates is red."""
     picture = Image.new("RGB", (4000, 3000), "white")
     picture.paste("red", (3000, 2000, 3040, 2040))
     look = "<code>\nimage.crop((3000, 2000, 3040, 2040)).show()\n</code>"
-    with within(standin, 256 * 28 * 28), scripted(standin, [[look, "<answer>red</answer>"]]):
-        ((t,),) = play(standin, [Sample("frame", picture, "?", "red")], 1, RULES)
+    with within(standin, 256 * 28 * 28):
+        (t,) = performed(standin, [Sample("frame", picture, "?", "red")], [[look, SHORT]])
     prompt = standin.tokenizer.decode(t.ids[: t.prompt])
     assert '"4000x3000"' in prompt and int(t.images[0].grid.prod()) // 4 <= 256
     (shown,) = t.tool_turns[0].observation.images
@@ -339,17 +269,12 @@ def test_coordinates_are_those_of_the_picture_that_code_gets(standin):
     assert t.tool_turns[0].observation.boxes == [(3000, 2000, 3040, 2040)]
 
 
-ZOO = {
-    "Image.new('RGB', (1, 1)).show()": 1,
-    "Image.new('RGB', (27, 27)).show()": 1,
-    "Image.new('RGB', (300, 27)).show()": 1,
+SHOWN = {
+    **{f"Image.new('RGB', {size}).show()": 1 for size in ((1, 1), (27, 27), (300, 27))},
+    **{f"Image.new('{mode}', (64, 64)).show()": 1 for mode in ("L", "1", "LA", "CMYK")},
+    "Image.new('RGBA', (64, 64), (255, 0, 0, 0)).show()": 1,
     "Image.new('RGB', (5628, 28)).show()": 0,
     "image.crop((10, 10, 10, 50)).show()": 0,
-    "Image.new('L', (64, 64)).show()": 1,
-    "Image.new('1', (64, 64)).show()": 1,
-    "Image.new('LA', (64, 64)).show()": 1,
-    "Image.new('RGBA', (64, 64), (255, 0, 0, 0)).show()": 1,
-    "Image.new('CMYK', (64, 64)).show()": 1,
     "Image.fromarray((np.random.rand(64, 64, 3) * 255).astype('uint8')).show()": 1,
     "cv2.imshow('x', np.random.rand(64, 64))": 1,
     "cv2.imshow('x', np.zeros((64, 64), bool))": 1,
@@ -357,46 +282,34 @@ ZOO = {
 
 
 def test_whatever_code_shows_is_a_valid_image_or_a_reason(standin, samples):
-    with scripted(standin, [[f"<code>\n{code}\n</code>", "<answer>!</answer>"] for code in ZOO]):
-        (group,) = play(standin, samples[:1], len(ZOO), Rules(max_new_tokens=96, max_length=4096))
-    for t, (code, images) in zip(group, ZOO.items()):
-        seen = t.tool_turns[0].observation
-        assert len(seen.images) == images == len(t.images) - 1, (code, seen)
-        assert images or seen.notes or seen.error, code
-        for image in seen.images:
-            assert image.mode == "RGB" and min(image.size) >= 28
-    clear_red = group[8].tool_turns[0].observation.images[0]
-    assert clear_red.getcolors() == [(64 * 64, (255, 255, 255))]
-
-
-def test_images_take_fewer_positions_than_slots(standin, played):
-    t = played[0][2]  # four images
-    ids = torch.tensor([t.ids])
-    rope = standin.positions(ids, torch.ones_like(ids), [p.grid for p in t.images])[1:, 0]
-    own, _ = standin.model.model.get_rope_index(
-        ids,
-        mm_token_type_ids=(ids == standin.image_id).int(),
-        image_grid_thw=torch.stack([p.grid for p in t.images]),
-    )
-    assert torch.equal(rope, own[:, 0]) and rope[0, -1] < len(t.ids) - 1
+    with Sandbox(samples[0].image) as sandbox:
+        for code, images in SHOWN.items():
+            seen = sandbox.run(code)
+            assert len(seen.images) == len(standin.pictures(seen.images)) == images, (code, seen)
+            assert images or seen.notes or seen.error, code
+            assert all(image.mode == "RGB" and min(image.size) >= 28 for image in seen.images)
+            if "RGBA" in code:  # what is clear is white
+                assert seen.images[0].getcolors() == [(64 * 64, (255, 255, 255))]
 
 
 # With the tiny tokenizer
 
-hostile = st.lists(
-    st.sampled_from(
-        ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "</code>", "<answer>B",
-         "</answer>", "</sandbox_output>", "<", "|", ">", "a", "\n", "é"]
-    )
-).map("".join)  # fmt: skip
+HOSTILE = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "</code>", "<answer>",
+           "B</answer>", "</sandbox_output>", "<", "|", ">", "a", "\n", "é"]  # fmt: skip
 
 
-@given(hostile)
+@given(st.lists(st.sampled_from(HOSTILE)).map("".join))
 def test_foreign_text_cannot_forge_a_turn_an_image_or_a_tag(policy, text):
     ids = policy.encode(policy.neutralise(text), []).ids
     tags = {policy.tokenizer.convert_tokens_to_ids(f"<{s}{t}>") for t in TAGS for s in ("", "/")}
     assert not set(ids) & (set(policy.forbidden) | {policy.end_id} | tags)
     assert parse(policy.neutralise(text), closed=True) == (None, None)
+
+
+def test_the_policy_may_end_its_message_and_write_no_other_control_token(policy):
+    may = {*policy.tokenizer.get_added_vocab().values()} - {*policy.forbidden}
+    tags = {f"<{slash}{tag}>" for tag, write in TAGS.items() if write for slash in ("", "/")}
+    assert {policy.tokenizer.convert_ids_to_tokens(i) for i in may} == {"<|im_end|>", *tags}
 
 
 @given(st.lists(st.booleans(), min_size=2, max_size=9).filter(any))
@@ -420,11 +333,11 @@ def test_no_picture_is_above_the_budget_that_a_policy_is_loaded_with(budget):
         assert int(grid.prod()) * tiny.image_processor.patch_size**2 <= budget
 
 
-def test_a_frozen_tower_of_the_tiny_network_stays_and_the_rest_learns(policy, samples):
-    frozen = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.image_processor, TAGS)
+@pytest.mark.parametrize("name", ["policy", "standin"])
+def test_a_frozen_tower_stays_and_the_rest_learns(name, samples, request):
+    frozen = copied(request.getfixturevalue(name))
     freeze_vision(frozen)
-    with scripted(frozen, [["<answer>red</answer>"]]):
-        ((t,),) = play(frozen, samples[:1], 1, RULES)
+    (t,) = performed(frozen, samples[:1], [[LOOK, ANSWER]])
     log_probs(frozen, [group_row(frozen, [(0, t)])])[0].sum().backward()
     for name, parameter in frozen.model.named_parameters():
         assert (parameter.grad is None) == name.startswith("model.visual."), name
@@ -438,24 +351,12 @@ def test_harmless_text_is_left_alone_and_round_trips(policy, text):
     assert policy.tokenizer.decode(ids) == text
 
 
-def test_a_missing_checkpoint_says_what_was_expected(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="expected a folder with config.json"):
-        load_policy(tmp_path)
-
-    def unreachable(*args, **kwargs):
-        raise OSError("we couldn't connect")
-
-    monkeypatch.setattr(Model, "from_pretrained", unreachable)
-    with pytest.raises(FileNotFoundError, match="hub name within reach"):
-        load_policy("no-such-model-anywhere")
-
-
 def test_saved_and_loaded_policies_agree(policy, samples, tmp_path):
     policy.save(tmp_path)
     again = load_policy(tmp_path)
-    trajectory = rollout.begin(samples[0], encode_prompt(policy, samples[0]))
-    assert encode_prompt(again, samples[0]).ids == trajectory.ids
-    assert torch.equal(fresh_logits(again, trajectory), fresh_logits(policy, trajectory))
+    t = rollout.begin(samples[0], encode_prompt(policy, samples[0]))
+    assert encode_prompt(again, samples[0]).ids == t.ids
+    assert torch.equal(fresh_logits(again, t), fresh_logits(policy, t))
 
 
 def test_the_committed_checkpoint_is_small_and_loads_the_same_way():

@@ -1,41 +1,37 @@
 """python -m pytest tests/test_tables.py      about 5 s: files, rows and pictures of public data"""
 
 import base64
-import csv
 import io
 import json
 import os
-import subprocess
-import sys
 import time
 from fnmatch import fnmatch
 from pathlib import Path
 
+import datasets
+import pandas
 import pytest
+from conftest import FORKS
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageCell
-from fixtures.make_fixtures import picture, png, rl_rows, sft_rows
+from fixtures.make_fixtures import parquet, picture, png, rl_rows, sft_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, features
 
 import kit.tables
-from kit.tables import Bad, Lazy, Rows, Skipped, Usable, read_image, read_rows, upright_rgb
+from kit.tables import Bad, Lazy, Rows, Skipped, Usable, read_image, read_rows
 
-ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = Path(__file__).parent / "fixtures"
 PICTURE = picture(0)[0]
 PNG = png(PICTURE)
+TEXT = base64.b64encode(PNG).decode()
+URL = "data:image/png;base64," + TEXT
 
 
 def jpeg(image: Image.Image, **more) -> bytes:
     image.save(file := io.BytesIO(), "JPEG", **more)
     return file.getvalue()
-
-
-def parquet(path: Path, rows: list[dict]) -> Path:
-    Dataset.from_list(rows).to_parquet(path)
-    return path
 
 
 # Cells
@@ -47,67 +43,42 @@ def folder(tmp_path):
     return tmp_path
 
 
-FORMS = {
-    "path": lambda folder: str(folder / "a.png"),
-    "relative path": lambda folder: "a.png",
-    "file address": lambda folder: f"file://{folder}/a.png",
-    "bytes": lambda folder: PNG,
-    "dict of bytes": lambda folder: {"bytes": PNG, "path": None},
-    "dict of bytes and a path of old": lambda folder: {"bytes": PNG, "path": "/gone/a.png"},
-    "dict with path only": lambda folder: {"bytes": None, "path": "a.png"},
-    "base64": lambda folder: base64.b64encode(PNG).decode(),
-    "base64 in lines": lambda folder: base64.encodebytes(PNG).decode(),
-    "base64 of URLs": lambda folder: base64.urlsafe_b64encode(PNG).decode(),
-    "base64 without its end": lambda folder: base64.b64encode(PNG).decode().rstrip("="),
-    "data URL": lambda folder: "data:image/png;base64," + base64.b64encode(PNG).decode(),
-    "part of a message": lambda folder: {
-        "type": "image_url",
-        "image_url": {"url": "data:image/png;base64," + base64.b64encode(PNG).decode()},
-    },
-    "address in a part": lambda folder: {"type": "image_url", "image_url": "a.png"},
-    "image of a part": lambda folder: {"type": "image", "image": "a.png"},
-    "list of dicts": lambda folder: [{"bytes": PNG}],
-    "list of base64": lambda folder: [base64.b64encode(PNG).decode()],
-}
+FORMS = [
+    PNG, "FOLDER/a.png", "a.png", "file://FOLDER/a.png", {"bytes": None, "path": "a.png"},
+    {"bytes": PNG, "path": None}, {"bytes": PNG, "path": "/gone/a.png"}, [{"bytes": PNG}],
+    TEXT, [TEXT], base64.encodebytes(PNG).decode(), base64.urlsafe_b64encode(PNG).decode(),
+    TEXT.rstrip("="), URL, {"type": "image_url", "image_url": {"url": URL}},
+    {"type": "image_url", "image_url": "a.png"}, {"type": "image", "image": "a.png"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_image_cell_may_have_any_public_form(form, folder):
-    image = read_image(FORMS[form](folder), folder)
+@pytest.mark.parametrize("cell", FORMS, ids=range(len(FORMS)))
+def test_an_image_cell_may_have_any_public_form(cell, folder):
+    if isinstance(cell, str):
+        cell = cell.replace("FOLDER", str(folder))
+    image = read_image(cell, folder)
     assert image.mode == "RGB" and image.tobytes() == PICTURE.tobytes()
 
 
-BROKEN = {
-    "missing file": ("größe.png", "no such file, and no base64: 'größe.png' in /"),
-    "missing file of eight letters": ("gone1.png", "no such file, and no base64"),
-    "half a JPEG": (jpeg(PICTURE)[:900], "no image that can be read in b'.*: image file is trunc"),
-    "text": (
-        b"<html>",
-        "no image that can be read in b'<html>': cannot identify it as one of PNG, JP.*PPM",
-    ),
-    "empty list": ([], "expected one image, got a list of 0"),
-    "two pictures": ([PNG, PNG], "expected one image, got a list of 2"),
-    "None": (None, "expected an image, got None"),
-    "empty bytes": (b"", "expected an image, got b''"),
-    "empty text": ("", "expected an image, got ''"),
-    "empty dict": ({"bytes": None, "path": None}, "expected an image, got None"),
-    "a number": (7, "expected an image, got 7"),
-    "base64 of nothing": ("aGVsbG8=", "no image that can be read in 'aGVsbG8=': cannot identify"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_cell_says_what_came(name, folder):
-    cell, words = BROKEN[name]
+@pytest.mark.parametrize("cell, words", [
+    ("größe.png", "no such file, and no base64: 'größe.png' in /"),
+    ("gone1.png", "no such file, and no base64"),  # eight letters: it could be some
+    ("aGVsbG8=", "no image that can be read in 'aGVsbG8=': cannot identify"),
+    (jpeg(PICTURE)[:900], "no image that can be read in b'.*: image file is trunc"),
+    (b"<html>", "can be read in b'<html>': cannot identify it as one of PNG, JP.*PPM"),
+    ([], "expected one image, got a list of 0"),
+    ([PNG, PNG], "expected one image, got a list of 2"),
+    ({"bytes": None, "path": None}, "expected an image, got None"),
+    *((nothing, f"expected an image, got {nothing!r}") for nothing in (None, b"", "", 7)),
+])  # fmt: skip
+def test_a_broken_cell_says_what_came(cell, words, folder):
     with pytest.raises(ValueError, match=words):
         read_image(cell, folder)
 
 
-@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "PPM"])
-def test_newer_and_plainer_formats_are_opened_where_pil_can(kind):
-    if kind.lower() not in features.get_supported() and kind == "AVIF":
-        pytest.skip("PIL has no decoder")
-    PICTURE.save(file := io.BytesIO(), kind)
+@pytest.mark.skipif(not features.check("avif"), reason="PIL has no decoder")
+def test_newer_formats_are_opened_where_pil_can():
+    PICTURE.save(file := io.BytesIO(), "AVIF")
     assert read_image(file.getvalue()).size == PICTURE.size
 
 
@@ -120,27 +91,6 @@ def test_a_damaged_file_is_an_image_or_a_reason(whole, draw):
         assert read_image(bytes(damaged)).mode == "RGB"
     except ValueError as reason:
         assert str(reason).startswith("no image that can be read in b")
-
-
-def test_a_photo_is_turned_upright(folder):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # rotated by 90 degrees
-    turned = jpeg(Image.new("RGB", (300, 180)), exif=exif)
-    assert read_image(turned).size == (180, 300)
-
-
-def test_pictures_become_upright_opaque_and_rgb(tmp_path):
-    tagged = Image.new("RGB", (300, 180))
-    exif = tagged.getexif()
-    exif[0x0112] = 6  # rotated by 90 degrees
-    tagged.save(tmp_path / "a.jpg", exif=exif)
-    assert upright_rgb(Image.open(tmp_path / "a.jpg")).size == (180, 300)
-    clear_red = Image.new("RGBA", (5, 5), (255, 0, 0, 0))
-    assert upright_rgb(clear_red).getpixel((2, 2)) == (255, 255, 255)
-    Image.new("RGB", (5, 5), "red").save(tmp_path / "a.png", transparency=(255, 0, 0))
-    assert upright_rgb(Image.open(tmp_path / "a.png")).getpixel((2, 2)) == (255, 255, 255)
-    for mode in ("L", "1", "LA", "P", "CMYK", "I;16"):
-        assert upright_rgb(Image.new(mode, (5, 5))).mode == "RGB"
 
 
 # Rows
@@ -156,14 +106,12 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, suffix):
     file = tmp_path / f"a [1]{suffix}"  # a name that is a pattern too
     if suffix == ".parquet":
         parquet(file, TEXTS)
-    elif suffix.startswith(".json"):
-        lines = [json.dumps(row) for row in TEXTS]
-        file.write_text("\n".join(lines) if suffix == ".jsonl" else f"[{','.join(lines)}]")
+    elif suffix == ".json":
+        file.write_text(json.dumps(TEXTS))
+    elif suffix == ".jsonl":
+        file.write_text("\n".join(map(json.dumps, TEXTS)))
     else:
-        with open(file, "w", newline="") as f:
-            writer = csv.DictWriter(f, list(TEXTS[0]), delimiter="\t" if "t" in suffix else ",")
-            writer.writeheader()
-            writer.writerows(TEXTS)
+        pandas.DataFrame(TEXTS).to_csv(file, sep="\t" if suffix == ".tsv" else ",", index=False)
     assert list(read_rows(file)) == TEXTS
 
 
@@ -233,55 +181,48 @@ def test_a_hub_name_is_downloaded_as_far_as_needed_and_read_like_a_folder(tmp_pa
     assert len(list(tmp_path.rglob("*.parquet"))) == 2 and set(asked) == {("some/set", "dataset")}
 
 
-def test_what_cannot_be_read_says_so(tmp_path, monkeypatch):
-    for name, text, words in (
-        ("a.jsonl", '{"a": 1}\nnot json\n', "a.jsonl cannot be read as .jsonl: JSON parse error"),
-        ("b.jsonl", "", "b.jsonl is empty"),
-        ("d.csv", "a,b\n", "d.csv cannot be read as .csv: it has no rows"),
-        ("e.json", "[]", "e.json cannot be read as .json: it has no rows"),
-        ("c.txt", "x", "c.txt: expected a file that ends in one of .parquet, .jsonl"),
-    ):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(ValueError, match=words):
-            read_rows(tmp_path / name)
-    Dataset.from_dict({"a": []}).to_parquet(tmp_path / "f.parquet")  # as if nothing was kept
-    with pytest.raises(ValueError, match="f.parquet cannot be read as .parquet: it has no rows"):
-        read_rows(tmp_path / "f.parquet")
-    with pytest.raises(FileNotFoundError, match="neither a file, a folder nor a hub name"):
-        read_rows("gone.parquet")
+@pytest.mark.parametrize("name, text, words", [
+    ("a.jsonl", '{"a": 1}\nnot json\n', "a.jsonl cannot be read as .jsonl: JSON parse error"),
+    ("b.jsonl", "", "b.jsonl is empty"),
+    ("d.csv", "a,b\n", "d.csv cannot be read as .csv: it has no rows"),
+    ("e.json", "[]", "e.json cannot be read as .json: it has no rows"),
+    ("c.txt", "x", "c.txt: expected a file that ends in one of .parquet, .jsonl"),
+    ("f.parquet", None, "f.parquet cannot be read as .parquet: it has no rows"),
+    ("gone.parquet", None, "neither a file, a folder nor a hub name"),
+    ("no/such", None, "no data set 'no/such': .* the hub does not"),
+])  # fmt: skip
+def test_what_cannot_be_read_says_so(tmp_path, name, text, words, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="no data set 'no/such': .* the hub does not"):
-        read_rows("no/such")
+    monkeypatch.chdir(tmp_path)
+    Dataset.from_dict({"a": []}).to_parquet("f.parquet")  # as if nothing was kept
+    if text is not None:
+        Path(name).write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        read_rows(name)
 
 
 def test_the_committed_fixtures_are_what_their_script_writes():
-    assert (
-        list(read_rows(FIXTURES / "codev_rl.parquet")) == rl_rows()
-        and list(read_rows(FIXTURES / "thyme_sft.jsonl")) == sft_rows()
-    )
+    assert list(read_rows(FIXTURES / "codev_rl.parquet")) == rl_rows()
+    assert list(read_rows(FIXTURES / "thyme_sft.jsonl")) == sft_rows()
 
 
 def test_a_fingerprint_survives_a_copy_and_no_change(tmp_path):
-    def known(name, text):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.jsonl").write_text(text)
-        return read_rows(tmp_path / name).fingerprint()
+    def known(name, numbers):
+        (file := tmp_path / f"{name}.jsonl").write_text("".join(f'{{"a": {i}}}\n' for i in numbers))
+        os.utime(file, (1, len(name)))
+        return read_rows(file).fingerprint()
 
-    rows = [f'{{"a": {i}}}\n' for i in range(9)]
-    first = known("first", "".join(rows))
-    os.utime(tmp_path / "first" / "first.jsonl", (1, 1))
-    assert first == known("copy", "".join(rows)) and first.startswith("9 rows (")
-    assert first != known("turned", "".join(rows[::-1]))
-    assert first != known("edited", "".join(rows).replace("4", "3"))
-    assert first != known("longer", "".join([*rows, rows[0]]))
+    first = known("first", range(9))
+    assert first == known("copy", range(9)) and first.startswith("9 rows (")
+    others = range(9)[::-1], [0, 1, 2, 3, 3, 5, 6, 7, 8], [*range(9), 0]  # turned, edited, longer
+    assert first not in [known("other", numbers) for numbers in others]
 
 
 def test_a_large_file_is_read_in_parts(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
-    rows, size = read_rows(tmp_path / "a.jsonl"), 1 << 30
-    path = tmp_path / "large"
-    with open(path, "wb") as file:
-        file.truncate(size)
+    rows, size, path = read_rows(tmp_path / "a.jsonl"), 1 << 30, tmp_path / "large"
+    path.touch()
+    os.truncate(path, size)
     rows.version = [(str(path), 0, size)]
     before = rows.fingerprint()
     with open(path, "r+b") as file:
@@ -294,10 +235,9 @@ def test_a_large_file_is_read_in_parts(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
+def cache(tmp_path, monkeypatch) -> None:
     """A cache of its own for each test."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    return tmp_path / "usable"
 
 
 class Check:
@@ -362,67 +302,52 @@ def test_what_was_no_picture_is_looked_at_again():
     bad = FEW | {2: ("image", "no such file"), 3: ("image", "cut off")}
     Check(bad).load()
     again = Check({3: ("image", "cut off still")})
-    assert again.load().skipped == [
-        Skipped(1, *FEW[1]),
-        Skipped(3, "image", "cut off still"),
-        Skipped(4, *FEW[4]),
-    ]
+    still = Skipped(3, "image", "cut off still")
+    assert again.load().skipped == [Skipped(1, *FEW[1]), still, Skipped(4, *FEW[4])]
     assert again.asked == [2, 3]
 
 
-def test_an_error_that_is_no_bad_row_stops_the_check_and_leaves_nothing_behind(cache):
+def process(folder: Path, n: int) -> None:
+    """The n-th of three that find out together: each notes what it is asked about."""
+    datasets.config.HF_DATASETS_CACHE = folder
+    (folder / f"ready-{n}").touch()
+    while len([*folder.glob("ready-*")]) < 3:
+        time.sleep(0.01)
+
     def check(i: int) -> None:
-        raise OSError("the disk is gone")
+        with open(folder / f"asked-{n}", "a") as file:
+            file.write(f"{i}\n")
+        time.sleep(0.05)
+        if i == 7:
+            raise Bad("answer", "empty")
 
-    with pytest.raises(OSError, match="the disk is gone"):
-        Usable(range(3), check, int, "skip", "rows", "key")
-    assert not [*cache.glob("*.arrow")]
-
-
-PROCESS = """
-import sys, time
-import datasets
-from pathlib import Path
-from kit.tables import Bad, Usable
-folder = Path(sys.argv[1])
-datasets.config.HF_DATASETS_CACHE = folder
-(folder / f"ready-{sys.argv[2]}").touch()
-while len([*folder.glob("ready-*")]) < 3:
-    time.sleep(0.01)
-def check(i):
-    with open(folder / f"asked-{sys.argv[2]}", "a") as file:
-        file.write(f"{i}\\n")
-    time.sleep(0.05)
-    if i == 7:
-        raise Bad("answer", "empty")
-usable = Usable(range(20), check, int, "skip", "rows", "key")
-assert len(usable) == 19 and usable.skipped[0].row == 7
-"""
+    usable = Usable(range(20), check, int, "skip", "rows", "key")
+    assert len(usable) == 19 and usable.skipped[0].row == 7
 
 
-@pytest.fixture
-def command(tmp_path, monkeypatch) -> list[str]:
-    """PROCESS as a program; its last word is to be the number of the process."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    (tmp_path / "process.py").write_text(PROCESS)
-    return [sys.executable, str(tmp_path / "process.py"), str(tmp_path)]
+def begun(folder: Path, n: int):
+    member = FORKS.Process(target=process, args=(folder, n))
+    member.start()
+    return member
 
 
-def test_one_of_several_processes_checks_and_the_others_read(command, tmp_path):
-    running = [subprocess.Popen([*command, str(n)]) for n in range(3)]
-    assert [process.wait() for process in running] == [0, 0, 0]
+def test_one_of_several_processes_checks_and_the_others_read(tmp_path):
+    members = [begun(tmp_path, n) for n in range(3)]
+    for member in members:
+        member.join()
+    assert [member.exitcode for member in members] == [0, 0, 0]
     asked = [file.read_text().split() for file in tmp_path.glob("asked-*")]
     assert [sorted(map(int, rows)) for rows in asked] == [[*range(20)]]
 
 
-def test_a_check_that_is_killed_is_made_again(command, tmp_path):
+def test_a_check_that_is_killed_is_made_again(tmp_path):
     for name in ("ready-a", "ready-b"):  # it waits for nobody
         (tmp_path / name).touch()
-    process = subprocess.Popen([*command, "0"])
+    killed = begun(tmp_path, 0)
     while not (tmp_path / "asked-0").exists():
         time.sleep(0.01)
-    process.kill()
-    process.wait()
+    killed.kill()
+    killed.join()
     assert not [*(tmp_path / "usable").glob("*.arrow")]
-    subprocess.run([*command, "0"], check=True)
+    begun(tmp_path, 0).join()
     assert len([*(tmp_path / "usable").glob("*.arrow")]) == 1

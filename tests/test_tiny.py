@@ -14,13 +14,9 @@ COMMITTED = Path(__file__).resolve().parent.parent / "tiny"
 
 
 def test_the_tiny_tokenizer_knows_the_toys_words_and_spells_the_rest(policy):
-    spelt = policy.tokenizer.convert_ids_to_tokens(
-        policy.tokenizer("image.crop((64,128,128,192)).show() red b3 <code>")["input_ids"]
-    )
-    assert spelt == [
-        "image.crop((", "64", ",", "128", ",", "128", ",", "192", ")).show()", "Ġred", "Ġb3", "Ġ",
-        "<code>",
-    ]  # fmt: skip
+    spelt = policy.tokenizer.tokenize("image.crop((64,128,128,192)).show() red b3 <code>")
+    assert spelt == ["image.crop((", "64", ",", "128", ",", "128", ",", "192", ")).show()", "Ġred",
+                     "Ġb3", "Ġ", "<code>"]  # fmt: skip
     assert len(policy.tokenizer("Zürich")["input_ids"]) == 7  # bytes
 
 
