@@ -50,7 +50,6 @@ MAKE = Path(__file__).resolve().parent.parent.parent / "shared" / "standin" / "m
 
 RULES = Rules(turns=4, max_new_tokens=64, max_length=2048, limits=Limits(seconds=5))
 
-
 # Processes of a test are forks of one that has imported everything, which takes long.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["datasets", "hypothesis", "pytest", "peft", "train"])
@@ -67,16 +66,18 @@ def _member(rank: int, n: int, folder: Path, task: Callable, words: tuple) -> No
 def together(n: int, task: Callable, *words) -> tuple[list[int], str]:
     """task(*words) in n processes that know each other. When one fails the others are told to end.
     Returns their exit codes, and what they said of errors."""
-    folder = Path(tempfile.mkdtemp())
-    members = [FORKS.Process(target=_member, args=(i, n, folder, task, words)) for i in range(n)]
-    for member in members:
-        member.start()
-    while alive := [member for member in members if member.exitcode is None]:
-        wait([member.sentinel for member in alive])
-        if any(member.exitcode for member in members):
-            for member in alive:
-                member.terminate()
-    told = [file.read_text() for file in sorted(folder.glob("told-*"))]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        each = [(rank, n, folder, task, words) for rank in range(n)]
+        members = [FORKS.Process(target=_member, args=args) for args in each]
+        for member in members:
+            member.start()
+        while alive := [member for member in members if member.exitcode is None]:
+            wait([member.sentinel for member in alive])
+            if any(member.exitcode for member in members):
+                for member in alive:
+                    member.terminate()
+        told = [file.read_text() for file in sorted(folder.glob("told-*"))]
     return [member.exitcode for member in members], "\n".join(told)
 
 

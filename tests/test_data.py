@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_data.py      about 5 s: samples, the toy world, public questions"""
+"""python -m pytest tests/test_data.py      samples, the toy world, public questions"""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_filters.py      about 10 s: the paper's filters of its RL data"""
+"""python -m pytest tests/test_filters.py      the paper's filters of its RL data"""
 
 import json
 import re

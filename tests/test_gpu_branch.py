@@ -1,10 +1,11 @@
-"""python -m pytest tests/test_gpu_branch.py      about 60 s: the way of a GPU, taken on a CPU.
+"""python -m pytest tests/test_gpu_branch.py      the way of a GPU, taken on a CPU.
 
 A GPU holds fp32 weights, cut even for one process. It fetches them in bf16, and an actor in bf16
 plays. `kit.processes.AS_ON_A_GPU` makes a CPU do the same, so that all but the device is run."""
 
 import json
 import os
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -26,65 +27,43 @@ RUN = """--sft-steps 3 --sft-demos 12 --rl-steps 3 --questions 2 --rollouts 3 --
     --save-every 2 --sft-lr 8e-3""".split()
 
 
-def policy_of(kind: str):
-    """The tiny network; the same with one tensor for the embeddings and for lm_head, as the 3B
-    has; or a checkpoint folder, tied as well."""
-    policy = tiny_policy(0) if kind in ("tiny", "tied") else load_policy(kind)
-    return policy if kind == "tiny" else tied(policy)
-
-
-def work(out: Path, kind: str) -> None:
+def work(kind: str, folder: Path) -> None:
+    """One of some processes, with the tiny network; the same with one tensor for the embeddings and
+    for lm_head, as the 3B has; or a checkpoint folder, tied as well."""
     kit.processes.AS_ON_A_GPU = True
-    policy = policy_of(kind)
+    policy = tiny_policy(0) if kind in ("tiny", "tied") else load_policy(kind)
+    policy = policy if kind == "tiny" else tied(policy)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     actor = actor_of(policy)
     policy.model.activation_checkpointing_enable()
     shard(policy, LogProbs(policy))
     sync(policy, actor)
-    groups = mine(union(actor))
-    assert len(groups) == len(A) // dist.get_world_size()
+    groups = mine([*islice(union(actor), 2)])
+    assert len(groups) == 2 // dist.get_world_size() and precision(policy) == torch.bfloat16
 
-    def gap() -> float:
-        """The largest difference of a token's log-probability, with rows padded side by side."""
+    def agree() -> bool:
+        """Is every token's log-probability the same to the bit, with rows padded side by side?"""
         policy.model.train()
         rows = level(policy, [rows_of(actor, group) for group in groups], blank_row)
         with torch.no_grad():
-            pairs = [[log_probs(p, batch)[0] for p in (policy, actor)] for batch in rows]
-        return max((a - b).abs().max().item() for a, b in pairs)
+            return all(torch.equal(*(log_probs(p, b)[0] for p in (policy, actor))) for b in rows)
 
-    first = gap()
-    _, straight, resumed = three_steps(policy, groups, mine(A), actor, run_in(out.parent / "run"))
+    assert agree()
+    _, straight, resumed = three_steps(policy, groups, mine(A[:2]), actor, run_in(folder))
+    for name, weight in straight.items():
+        assert torch.equal(weight, resumed[name]) and not torch.equal(weight, before[name]), name
     sync(policy, actor)
-    pairs = zip(policy.model.parameters(), actor.model.parameters())
-    found = {
-        "gaps": [first, gap()],
-        "precision": precision(policy),
-        "actor": {p.dtype for p in actor.model.parameters()},
-        "angles": {b.dtype for b in actor.model.buffers()},
-        "weights": {p.dtype for p in policy.model.parameters()},
-        "still": [name for name in before if torch.equal(before[name], straight[name])],
-        "resumed": all(torch.equal(w, resumed[name]) for name, w in straight.items()),
-        "synced": all(torch.equal(whole(p.detach()).bfloat16(), q) for p, q in pairs),
-    }
-    if dist.get_rank() == 0:
-        torch.save(found, out)
+    assert agree() and {b.dtype for b in actor.model.buffers()} == {torch.float32}  # angles
+    for p, q in zip(policy.model.parameters(), actor.model.parameters()):
+        assert (p.dtype, q.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(whole(p.detach()).bfloat16(), q)
 
 
 @pytest.mark.parametrize("kind, n", [("tiny", 1), ("tied", 2), ("standin", 1)])
 def test_the_way_of_a_gpu_is_exact(kind, n, tmp_path, request):
-    where = request.getfixturevalue("standin_folder") if kind == "standin" else kind
-    codes, told = together(n, work, tmp_path / "found.pt", str(where))
+    where = str(request.getfixturevalue("standin_folder")) if kind == "standin" else kind
+    codes, told = together(n, work, where, tmp_path)
     assert codes == [0] * n, told
-    assert torch.load(tmp_path / "found.pt", weights_only=False) == {
-        "gaps": [0.0, 0.0],  # policy and actor agree to the bit, also after a step
-        "precision": torch.bfloat16,
-        "actor": {torch.bfloat16},
-        "angles": {torch.float32},
-        "weights": {torch.float32},
-        "still": [],
-        "resumed": True,
-        "synced": True,
-    }
 
 
 def command(dies: bool, *words: str) -> None:

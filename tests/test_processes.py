@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_processes.py      about 60 s: two processes do what one does"""
+"""python -m pytest tests/test_processes.py      two processes do what one does"""
 
 import json
 import os
@@ -55,12 +55,10 @@ def union(policy):
     short, long = toy_questions(2, seed="distributed")
     slow = [[LOOK, PRINT, SHORT], [TWO, LOOK, ANSWER], [SHORT]]
     words = ("red", "I can see it . <answer>red</answer>", "a1 blue")
-    return [
-        performed(policy, [short], [[SHORT], [ANSWER], [SHORT]]),
-        performed(policy, [long], slow),
-        [text_only(policy, w) for w in words],
-        performed(policy, [long], slow[::-1]),
-    ]
+    yield performed(policy, [short], [[SHORT], [ANSWER], [SHORT]])
+    yield performed(policy, [long], slow)
+    yield [text_only(policy, w) for w in words]
+    yield performed(policy, [long], slow[::-1])
 
 
 def another(policy):
@@ -155,7 +153,7 @@ def work(out: Path) -> None:
     shard(policy, LogProbs(policy))
     shard(reference, LogProbs(reference))
     sync(policy, actor)
-    groups = union(actor)
+    groups = [*union(actor)]
     assert len(mine(groups)) == 2 and processes()[1] == 2
     time.sleep(processes()[0])
     found = measured(mine(groups), mine(A), policy, reference)
@@ -203,7 +201,7 @@ def two(folder):
 
 @pytest.fixture(scope="module")
 def one(policy):
-    return measured(union(policy), A, policy, another(policy))
+    return measured([*union(policy)], A, policy, another(policy))
 
 
 @pytest.mark.parametrize("case", [*OBJECTIVES, "imitation"])
@@ -229,7 +227,7 @@ def test_each_process_holds_half_and_the_actor_is_the_policy(two, policy):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_train_as_one_does_and_go_on_from_a_checkpoint(kind, two, folder, policy):
     """The two to the bit; one process, which can read their checkpoint, up to rounding."""
-    (reports, straight, resumed), groups = two[kind], union(policy)
+    (reports, straight, resumed), groups = two[kind], [*union(policy)]
     expected, alone = three_steps(KINDS[kind](), groups, A)
     assert reports == [pytest.approx(report, rel=1e-5, abs=1e-7) for report in expected]
     assert straight.keys() == alone.keys() and ("lora" in [*alone][0]) == (kind == "adapter")

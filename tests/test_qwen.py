@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_qwen.py      about 30 s: what Qwen2.5-VL needs. Most tests have the
+"""python -m pytest tests/test_qwen.py      what Qwen2.5-VL needs. Most tests have the
 released checkpoint's file layout, with its real tokenizer, chat template and settings, and a tiny
 random network inside."""
 
@@ -20,7 +20,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import kit.qwen
 import rollout
@@ -343,6 +343,17 @@ def test_a_frozen_tower_stays_and_the_rest_learns(name, samples, request):
         assert (parameter.grad is None) == name.startswith("model.visual."), name
 
 
+def test_a_poisoned_checkpoint_config_does_not_reach_the_sampler(policy, samples):
+    """Released checkpoints are near-greedy with a repetition penalty."""
+    poison = dict(do_sample=True, repetition_penalty=1.05, top_k=1, top_p=0.5, temperature=1e-6)
+    learner = copied(policy)
+    learner.model.generation_config = own = GenerationConfig(**poison, min_p=0.9)
+    torch.manual_seed(0)
+    (group,) = play(learner, samples[:1], 99, Rules(turns=1, max_new_tokens=1, max_length=512))
+    assert len({t.ids[-1] for t in group}) > 10
+    assert learner.model.generation_config is own  # an export keeps what the checkpoint had
+
+
 @given(st.text(string.printable, max_size=40))
 def test_harmless_text_is_left_alone_and_round_trips(policy, text):
     if "<" not in text:
@@ -362,5 +373,7 @@ def test_saved_and_loaded_policies_agree(policy, samples, tmp_path):
 def test_the_committed_checkpoint_is_small_and_loads_the_same_way():
     tiny = load_policy("tiny")
     assert sum(p.numel() for p in tiny.model.parameters()) < 250_000
+    slot = 2 * 2 * 32 * 4  # bytes: keys and values, two layers, one head 32 wide, fp32
+    assert tiny.rows_that_fit(1024, 5.5 * 1024 * slot / 1e9) == 5
     prompt = encode_prompt(tiny, toy_questions(1, random.Random(0).random())[0])
     assert prompt.ids.count(tiny.image_id) == 16

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_rollout.py      about 20 s: the game, its one mask, its exactness"""
+"""python -m pytest tests/test_rollout.py      the game, its one mask, its exactness"""
 
 import gc
 import math
@@ -14,7 +14,6 @@ from conftest import ANSWER, LOOK, PRINT, RULES, SCRIPTS, SHORT, TWO
 from conftest import copied, fresh_logits, performed, scripted, worst_difference
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import GenerationConfig
 
 import rollout
 from data import parse
@@ -208,17 +207,6 @@ def test_the_tally_counts_what_was_computed_and_every_image_is_encoded_once(poli
 # --- sampling --------------------------------------------------------------------------------
 
 
-def test_a_poisoned_checkpoint_config_does_not_reach_the_sampler(policy, samples):
-    """Released checkpoints are near-greedy with a repetition penalty."""
-    poison = dict(do_sample=True, repetition_penalty=1.05, top_k=1, top_p=0.5, temperature=1e-6)
-    learner = copied(policy)
-    learner.model.generation_config = own = GenerationConfig(**poison, min_p=0.9)
-    torch.manual_seed(0)
-    (group,) = play(learner, samples[:1], 99, Rules(turns=1, max_new_tokens=1, max_length=512))
-    assert len({t.ids[-1] for t in group}) > 10
-    assert learner.model.generation_config is own  # an export keeps what the checkpoint had
-
-
 def test_frequencies_are_those_of_the_scored_distribution(policy, samples):
     """T = 0.5: shares of 2,000 one-token completions against softmax(logits / T) without control
     tokens. Catches a forgotten temperature, a filter, a penalty."""
@@ -280,12 +268,6 @@ def test_a_token_is_the_first_whose_cumulated_probability_exceeds_the_draw(polic
     assert weights[chosen] > 0
     logp = math.log(weights[chosen] / sum(weights))
     assert sampling.logp[0].item() == pytest.approx(logp, abs=1e-4)
-
-
-def test_greedy_rollouts_are_all_the_same(policy, samples):
-    rules = Rules(turns=1, max_new_tokens=8, max_length=512, temperature=0)
-    (group,) = play(policy, samples[:1], 3, rules)
-    assert group[0].ids == group[1].ids == group[2].ids
 
 
 # --- endings ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_sft.py      about 20 s: imitation, and the tiny network"""
+"""python -m pytest tests/test_sft.py      imitation, and the tiny network"""
 
 import json
 from base64 import b64encode

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_tables.py      about 5 s: files, rows and pictures of public data"""
+"""python -m pytest tests/test_tables.py      files, rows and pictures of public data"""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_tiny.py      about 5 s: the tiny network, and what it was taught"""
+"""python -m pytest tests/test_tiny.py      the tiny network, and what it was taught"""
 
 import random
 from pathlib import Path
