@@ -212,6 +212,7 @@ def gradient_of(policy: Policy) -> torch.Tensor:
     gradients = [p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]
     return torch.cat([torch.zeros(1), *gradients])
 
+
 # A question of visual search, and what code may have shown of it.
 IMAGE = Image.linear_gradient("L").convert("RGB")  # 256 x 256: a row has one grey
 SEARCH = Sample(
