@@ -92,7 +92,8 @@ def adam(policy):
 
 
 def a_step(policy, optimizer, groups, advantage):
-    return learn(policy, optimizer, groups, advantage, policy.base, Objective(beta=0.0))
+    report = learn(policy, optimizer, groups, advantage, policy.base, Objective(beta=0.0))
+    return report | {"kl": report["kl"] or 0.0}
 
 
 def three_steps(policy, groups, advantage, actor=None, run=None):
