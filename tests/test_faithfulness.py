@@ -56,11 +56,8 @@ def made(*scores, correct=True, search=True, recalls=()) -> Finding:
 def test_each_trajectory_falls_into_one_of_three_classes(seen, scores, look):
     f, classes = found(*seen), ("faithful", "unfaithful", "no_tool")
     assert (f.scores, f.calls, f.look) == (scores, len(seen), look)
+    assert f.failed == seen.count(TYPO)  # but not by a failure of ours
     assert [name for name in classes if count([f])[name].value] == [look.replace(" ", "_")]
-
-
-def test_calls_that_failed_by_our_fault_are_no_errors():
-    assert [found(seen).failed for seen in (TYPO, OURS, GOOD)] == [1, 0, 0]
 
 
 def test_areas_are_of_every_crop_and_recall_is_by_proper_ones():
@@ -203,15 +200,13 @@ def test_intervals_repeat_with_their_seed_and_are_absent_where_nothing_can_be_dr
 
 
 def test_the_cycles_of_a_question_are_one_question():
-    one = replace(SEARCH, id="0", source="hrbench4k", part="single", cycle="0", options=("a", "b"))
+    one = replace(SEARCH, id="0", cycle="0", options=("a", "b"))
     two = replace(one, id="1", cycle="1", options=("b", "a"))
     assert question_of(one) == question_of(two) != question_of(SEARCH) == "s1"
     assert question_of(replace(one, cycle="")) == "0"
 
 
 # How tools were used
-
-
 def coded(*calls, said=""):
     """calls: (code, observation)"""
     steps = [Turn(f"<code>{code}</code>", code, seen, 0, 0) for code, seen in calls]
@@ -272,8 +267,6 @@ def test_a_crop_that_was_tried_and_failed_is_not_decorative():
 
 
 # Perturbations
-
-
 class Shut:
     """A sandbox in which nothing runs."""
 
@@ -334,12 +327,6 @@ def test_empty_says_and_shows_nothing_at_all_and_the_others_leave_what_was_print
             continue
         nothing = encode_observation(policy, Observation(), [], False, 99)
         assert encode_observation(policy, told, [], False, 99) == nothing
-
-
-def test_no_room_and_no_box_cannot_be_told_as_random():
-    for seen in (seen_in(ASKED[0].image, (0, 0, 129, 256)), DRAWN):
-        assert perturbed("random", seen, ASKED[0].image, random.Random(0)).environment
-        assert not perturbed("mask", seen, ASKED[0].image, random.Random(0)).environment
 
 
 def cell_of(sample):
@@ -510,16 +497,9 @@ def test_questions_of_several_sources_are_reported_apart_and_together(policy):
     study = studied(policy, reads, samples, ["mask"])
     possible = {name: told["mask"]["possible"].denominator for name, told in study.items()}
     assert possible == {"all": 3, "toy": 1, "hard": 2}
+    cells = "mask 3/3 0.0 0.0 100.0 0.0 [0.0, 0.0] 100.0 0.0 100.0 - -".split()
     lines = perturb_table(study).splitlines()
-    assert lines[1] == "all" and lines[2].split() == (
-        "mask 3/3 0.0 0.0 100.0 0.0 [0.0, 0.0] 100.0 0.0 100.0 - -".split()
-    )
-
-
-def test_answers_without_a_verdict_leave_accuracy_and_nothing_else(policy):
-    silent = [Reward(None, None, 0.0, (1.0,))] * 3
-    told = studied(policy, reads, names=["mask"], rewards=silent)["toy"]["mask"]
-    assert told["accuracy"].denominator == 0 and told["answers"].denominator == 3
+    assert lines[1] == "all" and lines[2].split() == cells
 
 
 def test_an_unknown_perturbation_and_a_warm_policy_are_refused(policy):
@@ -541,7 +521,6 @@ def test_no_sandbox_outlives_an_error(policy, monkeypatch):
 
 
 # Laws
-
 scores = st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.0, -1.0, None]), max_size=4)
 one = st.builds(lambda scores, right, search: made(*scores, correct=right, search=search),
                 scores, st.booleans(), st.booleans())  # fmt: skip
@@ -563,13 +542,6 @@ def test_conditional_times_accuracy_is_the_headline(findings):
     names = ("faithful_given_correct", "search_accuracy", "faithful_and_correct")
     conditional, share, headline = (counts[name].value or 0.0 for name in names)
     assert conditional * share == pytest.approx(headline)
-
-
-@given(some.filter(bool), st.data())
-def test_one_more_hit_never_lowers_the_any_rate(findings, data):
-    before, i = count(findings)["faithful"], data.draw(st.integers(0, len(findings) - 1))
-    findings[i] = replace(findings[i], scores=(*findings[i].scores, 1.0))
-    assert (count(findings)["faithful"].value or 0) >= (before.value or 0)
 
 
 @given(some, st.randoms(use_true_random=False))

@@ -4,7 +4,6 @@ import pytest
 
 from kit.formulas import equal
 
-# (The specification in kit/answers.py has more.)
 EQUAL = [
     (r"\frac{1}{2004!}", r"\frac{1}{2004!}"), (r"\sqrt{2}", "1.414213"),
     ("6.02e23", r"6.02 \times 10^{23}"), ("1e5", "10^5"),
@@ -30,7 +29,7 @@ EQUAL = [
     (r"\frac{-1}{2}", "-0.5"), (r"2\cdot10^{5}", "200000"), (r"3\%", "0.03"), ("x^{-1}", "1/x"),
     ("x^{1/2}", "√x"), ("x^½", "√x"), ("√(x+1)", r"\sqrt{x+1}"), (r"\frac{\pi}{6}", "π/6"),
     (r"2\pi r", "2πr"), ("2*π*r", "2 pi r"), ("1 1/2", "3/2"), ("2∛{5}", r"2\sqrt[3]{5}"),
-    ("∜16", "2"),
+    ("∜16", "2"), ("1/2", "½"),
 ]  # fmt: skip
 DIFFERENT = [
     (r"6.63 \times 10^{-34}", "0.0"),

@@ -46,8 +46,6 @@ def always(verdict):
 
 
 # Format
-
-
 def turns(*texts, answer="x"):
     steps = [Turn(text, None, None, 0, 0) for text in texts]
     return Trajectory(SEARCH, turns=steps, answer=answer, ended="answered")
@@ -141,11 +139,8 @@ def test_other_words_are_for_the_judge(verdict, expected):
 def test_what_the_rules_decide_is_not_asked(reference, options, answer, right):
     judge = Answering(not right)
     assert grade(answer, question(reference, options), judge) == right and not judge.asked
-
-
-def test_a_reference_that_is_no_option_names_the_sample():
     with pytest.raises(ValueError, match="sample q: the answer should name .*'green'"):
-        grade("A", question("green", ("red", "blue")), None)
+        grade("A", question("green", ("red", "blue")), judge)
 
 
 def test_an_answer_without_a_verdict_leaves_the_trajectory_without_a_reward():
@@ -158,8 +153,6 @@ def test_an_answer_without_a_verdict_leaves_the_trajectory_without_a_reward():
 
 
 # What a judge may know
-
-
 def test_no_judge_can_see_thoughts_code_or_the_reference_answer():
     """Neither in the request nor in what a served judge is sent."""
     told = [field.name for field in fields(JudgeRequest)]
@@ -184,8 +177,6 @@ def test_a_verified_crop_is_cut_by_us_from_the_original_and_no_sharper_than_it_w
 
 
 # The judge of boxes
-
-
 def looked_at(*boxes, targets=SEARCH.boxes):
     """What the judge says of crops of these boxes."""
     images, sources = (IMAGE,) * len(boxes), ("crop",) * len(boxes)
@@ -294,8 +285,8 @@ def test_a_no_op_is_a_red_line_only_once_something_has_been_shown(seen, expected
 
 
 def test_no_judge_can_pay_for_the_whole_image_or_for_text():
-    for seen, expected in ((NO_OP, -1.0), (PRINTED, 0.0)):
-        assert reward(hand_made(SEARCH, seen, answer="x"), judge=always(1.0)).scores == (expected,)
+    assert turn_score(SEARCH, NO_OP, always(1.0)) == -1.0
+    assert turn_score(SEARCH, PRINTED, always(1.0)) == 0.0
 
 
 @pytest.mark.parametrize("judge", [BoxJudge(), always(0.0)])
@@ -312,8 +303,8 @@ def test_the_control_without_a_judge_credits_every_proper_crop_and_only_those():
     shown = (GOOD, WRONG, WIDE, FULL, TYPO, PRINTED)
     got = [reward(hand_made(SEARCH, seen, answer="checker"), "blind").tools for seen in shown]
     assert got == [1.0, 1.0, 1.0, -1.0, -1.0, 0.0]
-    unlabelled = replace(SEARCH, boxes=())
-    assert reward(hand_made(unlabelled, WRONG, answer="checker"), "blind").total == 1.2
+    unlabelled = hand_made(replace(SEARCH, boxes=()), WRONG, answer="checker")
+    assert reward(unlabelled, "blind").total == 1.2
 
 
 def test_a_question_without_search_knows_only_red_lines():
@@ -324,21 +315,19 @@ def test_a_question_without_search_knows_only_red_lines():
 
 def test_a_failure_of_ours_drops_out_of_the_mean_and_is_counted():
     got = reward(hand_made(SEARCH, OURS, GOOD, answer="checker"))
-    assert got.scores == (None, 1.0) and got.tools == 1.0 and got.total == 1.2
+    assert (got.scores, got.tools, got.total) == ((None, 1.0), 1.0, 1.2)
     assert summary([[got]], calls=2, environment=1)["environment"] == 1
     assert tools(OURS) == 0.0
     assert reward(hand_made(SEARCH, OURS, answer="checker"), "tool_bonus").tools == 0.0
 
 
 def test_no_verdict_on_a_step_leaves_the_trajectory_without_a_reward():
-    got = reward(hand_made(SEARCH, GOOD, answer="checker"), judge=always(None))
+    t = hand_made(SEARCH, GOOD, answer="checker")
+    got = reward(t, judge=always(None))
     assert (got.scores, got.tools, got.total, got.answer) == ((None,), None, None, 1.0)
-
-
-@pytest.mark.parametrize("bad", [-1.0, 1.5, 10])
-def test_a_judge_that_leaves_its_range_is_an_error(bad):
-    with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        reward(hand_made(SEARCH, GOOD, answer="x"), judge=always(bad))
+    for bad in (-1.0, 1.5, 10):  # but a judge that leaves its range is an error
+        with pytest.raises(ValueError, match=r"\[0, 1\]"):
+            reward(t, judge=always(bad))
 
 
 some = st.sampled_from([GOOD, WIDE, WRONG, FULL, TYPO, BLOCKED, EMPTY, PRINTED])
@@ -392,9 +381,8 @@ def test_one_trajectory_under_each_reward(name, seen, answer, part, total):
 def test_format_and_answer_by_hand():
     bad = hand_made(SEARCH, GOOD, answer="diagonal")
     bad.turns[-1].text = "<answer>diagonal</answer></think>"
-    got = reward(bad)
-    assert (got.answer, got.tools, got.format) == (0.0, 1.0, -1.0)
-    assert got.total == 0.0  # 1 * 0 + 0.2 * 1 + 0.2 * (-1)
+    got = reward(bad)  # 1 * 0 + 0.2 * 1 + 0.2 * (-1)
+    assert (got.answer, got.tools, got.format, got.total) == (0.0, 1.0, -1.0, 0.0)
     assert reward(bad, weights=Lambdas(format=0)).total == pytest.approx(0.2)
 
 
@@ -506,8 +494,6 @@ def test_the_log_line_by_hand():
 
 
 # A served judge: what it may say, and what it is shown
-
-
 class Judge(ChatJudge):
     """Its server gives one reply to everything. asked: (prompt, message) of each question."""
 

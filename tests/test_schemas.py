@@ -55,19 +55,15 @@ BAD = [  # what is changed in a flat row, the reason
     (dict(answer="AC", options=TWO), "by letter or text, but is 'AC'"),
     (dict(answer="a cat", options=["a  cat x", "the cat", "cat"]), "should name"),
     (dict(answer="1" * 1001), "right by its own rule"),
-    (dict(answer="x", options=["x", "x"]), "options that differ, got"),
-    (dict(answer="A", options=["red", "red "]), "options that differ, got"),
-    (dict(options="(A) one"), "expected a list of texts, got '.A. one'"),
-    (dict(options=["one", None]), "expected a list of texts"),
-    (dict(boxes=[1, 2, 3, 4]), "x0, y0, x1, y1"),
-    (dict(boxes=[[1, 2, 3, "4"]]), "x0, y0, x1, y1"),
-    (dict(boxes=[[1, 2, 3, 4, 5]]), "x0, y0, x1, y1"),
-    (dict(boxes=[[1, 2, 3, math.nan]]), "holds NaN or infinity"),
-    (dict(boxes=[[1, 2, 3, math.inf]]), "holds NaN or infinity"),
+    *((dict(answer="A", options=o), "options that differ") for o in (["x", "x"], ["red", "red "])),
+    *((dict(options=value), "expected a list of texts") for value in ("(A) one", ["one", None])),
+    *((dict(boxes=boxes), "x0, y0, x1, y1") for boxes in
+      ([1, 2, 3, 4], [[1, 2, 3, "4"]], [[1, 2, 3, 4, 5]])),
+    *((dict(boxes=[[1, 2, 3, x]]), "holds NaN or infinity") for x in (math.nan, math.inf)),
     (dict(boxes=[[1, 2, 3, 4], [9, 2, 3, 4]]), "no pixel of an image of 480x320"),
     *((dict(boxes=[box]), "no pixel") for box in ([1, 2, 1, 4], [480, 2, 500, 4], [-9, -9, 0, 0])),
     (dict(kind="chart"), "'search' or 'neutral', got 'chart'"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change, words", BAD)
