@@ -374,6 +374,10 @@ number = st.one_of(
 
 @QUICK
 @given(corners=st.tuples(number, number, number, number))
+@example(corners=(-9, 0, 91, 100))  # 9 % outside
+@example(corners=(-12, 0, 88, 100))
+@example(corners=(90, 100, 0, 0))
+@example(corners=(5, 5, 5, 50))
 def test_any_box_gives_a_true_crop_or_an_error(shared, corners):
     """The recorded region lies in the image, holds the pixels shown, and the flag is exact."""
     shared.views = shared.views[:1]
