@@ -146,7 +146,7 @@ def test_pictures_arrive_in_order_odd_text_in_part_and_all_through_one_connectio
 
 # What may go wrong (each: bounded time, and None)
 @pytest.mark.parametrize("trouble", [
-    lambda handler: handler.connection.close(), error(500, "oops"), error(429, "slow down"),
+    lambda handler: handler.connection.shutdown(2), error(500, "oops"), error(429, "busy"),
     error(408, "too slow"),
 ])  # fmt: skip
 def test_a_server_in_trouble_is_asked_again(trouble, pauses):
