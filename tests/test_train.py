@@ -153,7 +153,8 @@ def test_every_figure_of_the_log_is_what_its_page_says(reward, tmp_path):
     right, wrong = crop(search, search.boxes[0]), crop(search, away)
     typo = Observation(error="NameError", red_lines=["sandbox_error"])
     broken, printed = Observation(environment="the sandbox broke"), Observation(text="1")
-    looks = [[right, wrong], [wrong, right, right], [typo], [printed, broken], [broken], []]
+    drawn = Observation(images=[search.image], boxes=[None], sources=["show"])  # earns 0
+    looks = [[right, wrong], [wrong, right, right], [typo, drawn], [printed, broken], [broken], []]
     groups = [[hand_made(search, *seen, answer="no") for seen in looks] for _ in range(2)]
     groups[1][0] = hand_made(NEUTRAL, printed, answer="no")
     world, weights = train.World(None, None, judge, None), train.lambdas(config)
@@ -442,7 +443,9 @@ def test_a_run_without_a_demonstration_that_it_can_use_is_refused(policy, tmp_pa
 # --- the questions of a run -------------------------------------------------------------------
 
 
-def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(tmp_path, policy):
+def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(
+    tmp_path, policy, monkeypatch
+):
     config = Config(rl_data=RL_ROWS, out=str(tmp_path), judge_url="http://h:9/v1", questions=3)
     a_run = run_of(config)
     world, again = (train.data_world(a_run, config, policy) for _ in range(2))
@@ -455,8 +458,10 @@ def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(tmp_path
     assert [s.id for s in again.questions(4)] == ids[4]  # step 4 is in the second pass
     assert (tmp_path / "skipped-rl.jsonl").exists()
     assert (world.judge.prompt, world.examiner.prompt) == ("training", "evaluation")
-    other = train.data_world(a_run, replace(config, seed=1), policy)
-    assert [s.id for s in other.questions(0)] != ids[0]
+    seeds, shuffled = [], train.shuffled
+    monkeypatch.setattr(train, "shuffled", lambda *how: seeds.append(how[-1]) or shuffled(*how))
+    train.data_world(a_run, replace(config, seed=1), policy)
+    assert seeds == ["held out 1", 1]
 
 
 @pytest.mark.parametrize("words, message", [
