@@ -83,7 +83,7 @@ def run(mutant: Mutant, words: list[str]) -> str:
             os.dup2(1, 2)
             os.chdir(copy)
             sys.path[0] = str(copy / "tests")
-            os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *words]))
+            os._exit(pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", *words]))
         process, spent, idle = psutil.Process(child), 0.0, 0
         while os.waitpid(child, os.WNOHANG) == (0, 0):
             time.sleep(0.2)

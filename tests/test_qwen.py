@@ -346,11 +346,13 @@ def test_a_frozen_tower_stays_and_the_rest_learns(name, samples, request):
 def test_a_poisoned_checkpoint_config_does_not_reach_the_sampler(policy, samples):
     """Released checkpoints are near-greedy with a repetition penalty."""
     poison = dict(do_sample=True, repetition_penalty=1.05, top_k=1, top_p=0.5, temperature=1e-6)
-    learner = copied(policy)
+    learner, spoken = copied(policy), []
     learner.model.generation_config = own = GenerationConfig(**poison, min_p=0.9)
-    torch.manual_seed(0)
-    (group,) = play(learner, samples[:1], 99, Rules(turns=1, max_new_tokens=1, max_length=512))
-    assert len({t.ids[-1] for t in group}) > 10
+    for who in (policy, learner):
+        torch.manual_seed(0)
+        (group,) = play(who, samples[:1], 20, Rules(turns=1, max_new_tokens=3, max_length=512))
+        spoken.append([(t.ids, t.sampled) for t in group])
+    assert spoken[0] == spoken[1]
     assert learner.model.generation_config is own  # an export keeps what the checkpoint had
 
 

@@ -631,6 +631,8 @@ def test_the_file_of_the_input_costs_a_small_part_of_what_pillow_takes_for_it():
         theirs.append(seconds_on_a_core(lambda: large.save(file, "PNG", compress_level=0))[1])
     assert Image.open(io.BytesIO(b"".join(parts))).tobytes() == large.tobytes()
     assert min(ours) < min(theirs) / 3, (ours, theirs)
+    wide = bytes(range(251)) * 783  # a row of more than 2^16 bytes
+    assert Image.open(io.BytesIO(b"".join(png((65_511, 1), wide)))).tobytes() == wide
 
 
 def test_nothing_is_slow():
