@@ -394,8 +394,8 @@ def test_masked_truncated_rollouts_leave_loss_and_denominator(policy, played, en
     assert report["entropy"] is None  # nothing was scored
 
 
-def test_no_nan_reaches_the_weights(policy, played, caplog):
-    learner, poisoned = copied(policy), A6.clone()
+def test_no_nan_reaches_the_weights(policy, played, caplog, monkeypatch):
+    learner, poisoned, true = copied(policy), A6.clone(), grpo.gradient_of_J
     poisoned[0] = float("nan")
 
     def moved():
@@ -405,4 +405,7 @@ def test_no_nan_reaches_the_weights(policy, played, caplog):
     report = step(learner, played, poisoned, rate=1.0, beta=0.0)
     assert report["skipped"] == 1 and report["grad_norm"] is None and not moved()
     assert "toy-tests-0" in caplog.text
+    with monkeypatch.context() as patch:  # a loss may be infinite where its gradient is not
+        patch.setattr(grpo, "gradient_of_J", lambda *x: (torch.tensor(torch.inf), *true(*x)[1:]))
+        assert step(learner, played, A6, rate=1.0, beta=0.0)["skipped"] == 1 and not moved()
     assert step(learner, played, A6, rate=1.0, beta=0.0)["skipped"] == 0 and moved()

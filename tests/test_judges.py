@@ -133,7 +133,7 @@ def ended(study, job, **metrics):
     with open(study / job.name / "trajectories.jsonl", "w") as file:
         for color, look, box in looks:
             sample = {"kind": "search", "question": f"Which texture is on the {color} square ?"}
-            steps = [{"observation": box and {"boxes": [box, None]}}, {"observation": None}]
+            steps = [{"observation": box and {"boxes": [box, None, box]}}, {"observation": None}]
             file.write(json.dumps({"sample": sample, "look": look, "steps": steps}) + "\n")
 
 
@@ -151,7 +151,7 @@ def test_the_tables_and_the_figure_show_what_has_ended(tmp_path):
     (line,) = (line for line in text if line.startswith("| `crop_50_0` | 1 | 0.20 |"))
     assert line.endswith("|  | 0.50 |  |  |")
     assert "| **TAPO** | 20 | 0.65 (0.60–0.70) | 0.50 (0.50–0.50) | 0.50 (0.50–0.50) |" in text
-    assert "| tapo | 0.50 | 1.00 | 1.00 | 0.00 |" in text
+    assert "| tapo | 0.50 | 1.00 | 1.00 | 0.00 | 0.50 |" in text  # half of the crops twice
     assert json.loads((tmp_path / "judges.json").read_text())["tapo-guessing-0"]["faithful"] == 0.7
     drawn = Image.open(tmp_path / "judges.png").convert("RGB")
     shades = {color for _, color in drawn.getcolors(1 << 24)}
