@@ -81,6 +81,14 @@ def together(n: int, task: Callable, *words) -> tuple[list[int], str]:
     return [member.exitcode for member in members], "\n".join(told)
 
 
+LONGEST = "train processes adapter gpu_branch mutants qwen".split()
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """The longest files first, so that no core waits for the other at the end."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def standin_folder(tmp_path_factory) -> Path:
     if not MAKE.exists():
