@@ -16,7 +16,7 @@ from pathlib import Path
 
 # Read when transformers is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or a GPU, as gpu_check.py does: some fork
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # some tests fork, which a GPU does not survive
 os.environ.setdefault("HF_DATASETS_CACHE", tempfile.gettempdir() + "/codev-tests")  # not at home
 
 import pytest
