@@ -442,12 +442,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     stages, seconds = {options.bench: metrics}, round(time.monotonic() - started, 1)
     config = vars(options) | {"precision": policy.model.dtype}  # bf16 on a GPU, as in training
     summary = {"config": config, "seconds": {options.bench: seconds}, "stages": stages}
-    (options.out / "summary.json").write_text(json.dumps(summary, indent=2, default=str), "utf-8")
     rates = {name: Rate(**rate) for name, rate in metrics["rates"].items()}
     parts = [f"{part:40} {value:.3f}" for part, value in metrics.get("parts", {}).items()]
     shown = table(stages), listing(rates), metrics["correct_by_faithful"], "\n".join(parts)
     print(*filter(None, shown), sep="\n\n")
     studies(options, policy, rules, *episodes, second)
+    # Last, since it says to others, such as beyond/study.py, that all has ended.
+    (options.out / "summary.json").write_text(json.dumps(summary, indent=2, default=str), "utf-8")
     print(report(options.out, lines(stages)))
 
 

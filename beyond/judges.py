@@ -24,8 +24,10 @@ from matplotlib.figure import Figure
 from beyond.study import CONTROLS, HOME, NAMES, Job, known, markdown, run_all, told
 from data import CELL, SIZE
 from evaluate import COLORS, LABELS, MARKERS
+from faithfulness import Rate
 from kit.boxes import recall, share
 from kit.folder import read_json
+from kit.perturbations import PERTURBATIONS
 from rewards import BoxJudge, Group, GroupReward, Judge, JudgeRequest, Labels, Lambdas, Reward
 from rewards import tapo, tool_reward, turn_scores, weighted
 from rollout import Trajectory
@@ -131,7 +133,7 @@ def __getattr__(name: str) -> GroupReward:
 @dataclass(frozen=True)
 class Greedy:
     """What stands for a run in which the model that a job ends with plays greedily, as the paper's
-    does."""
+    does, and is lied to if its seed is 0."""
 
     start: Job
     world: str = ""  # its questions are no run's
@@ -143,6 +145,7 @@ class Greedy:
     def command(self, study: Path) -> list[str]:
         model = study / self.start.name / ("sft" if self.start.reward == "sft" else "rl")
         flags = {"--model": model, "--limit": 512, "--out": study / self.name}
+        flags["--perturb"] = "none" if self.start.seed else "all"
         return ["evaluate.py", *(str(word) for pair in flags.items() for word in pair)]
 
 
@@ -209,7 +212,8 @@ def shown(study: Path, tables: dict[str, Table]) -> str:
         parts.append(markdown(f"{title}:", head, rows))
     (study / "judges.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
     draw_judges(numbers, study / "judges.png")
-    return "\n\n".join([*parts, over_time(study, tables["The controls"]), places(study)])
+    parts += over_time(study, tables["The controls"]), lies(study, tables), places(study)
+    return "\n\n".join(parts)
 
 
 def end_of(study: Path, job: Job | Greedy) -> dict:
@@ -229,6 +233,20 @@ def over_time(study: Path, table: Table) -> str:
             at = [line for line in own if line["step"] == step]
             rows.append([name, f"{step}", *(told([m[c] for m in at], True) for c in COLUMNS[:3])])
     return markdown("Looked, or used:", ["", "step", *HEAD[:3]], rows)
+
+
+def lies(study: Path, tables: dict[str, Table]) -> str:
+    """The lies of Table 6 before training, in the middle and later: what becomes, out of prior, of
+    the greedy answers that follow a hit."""
+    rows, head = [], ["", "hits", *PERTURBATIONS]
+    for job in (jobs[0] for title in [*tables][:2] for jobs in tables[title].values()):
+        if (file := study / Greedy(job).name / "studies.json").exists():
+            found = read_json(file)["perturb"].get("toy, out of prior", {})
+            rates = [Rate(**found[lie]["accuracy_hit"]) for lie in found]
+            hits = f"{rates[0].denominator:.0f}" if rates else "0"
+            row = [job.name.removesuffix("-guessing-0"), hits, *(told([r.value]) for r in rates)]
+            rows.append(row + [""] * (len(head) - len(row)))
+    return markdown("Lied to after a hit:", head, rows)
 
 
 def places(study: Path) -> str:

@@ -14,6 +14,7 @@ import beyond.judges
 from beyond.judges import COLUMNS, KINDS, PARTS, Greedy, Job, NoisyJudge, named, shown, study_tables
 from data import Sample
 from kit.flags import parse
+from kit.perturbations import PERTURBATIONS
 from rewards import BoxJudge, Lambdas, crop, hand_made, judge_input, reward_named
 from sandbox import Observation
 from train import parse_config
@@ -116,7 +117,9 @@ def test_every_run_of_the_study_is_a_command_and_begins_after_its_start(
         (tmp_path / job.name / "sft").symlink_to(ROOT / "tiny")
         file, *argv = job.command(tmp_path)
         if isinstance(job, Greedy):
-            assert file == "evaluate.py" and parse(evaluate.Options, argv).temperature is None
+            options = parse(evaluate.Options, argv)
+            assert file == "evaluate.py" and options.temperature is None
+            assert (options.perturb == "all") == (job.start.seed == 0)
         else:
             assert file == "train.py" and parse_config(argv).out == f"{tmp_path / job.name}"
     kinds = {job.name.split("-")[0].split("_")[0] for job in asked}
@@ -142,6 +145,12 @@ def test_the_tables_and_the_figure_show_what_has_ended(tmp_path):
     ended(tmp_path, Job("tapo", seed=1), faithful=0.6)
     ended(tmp_path, Greedy(Job("tapo")), faithful=0.9)
     ended(tmp_path, named("crop_50_0")[0], faithful=0.2, crop_area=None)
+    rates = {lie: {"accuracy_hit": {"numerator": k, "denominator": 4}}
+             for k, lie in enumerate(PERTURBATIONS)}  # fmt: skip
+    for reward, lied in {"tapo": {"toy, out of prior": rates}, "accuracy": {}}.items():
+        file = tmp_path / Greedy(Job(reward)).name / "studies.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"perturb": lied}))
     tables = study_tables(quick=False)
     text = shown(tmp_path, tables).splitlines()
     assert all(f"{title}:" in text for title in tables)
@@ -152,6 +161,8 @@ def test_the_tables_and_the_figure_show_what_has_ended(tmp_path):
     assert line.endswith("|  | 0.50 |  |  |")
     assert "| **TAPO** | 20 | 0.65 (0.60–0.70) | 0.50 (0.50–0.50) | 0.50 (0.50–0.50) |" in text
     assert "| tapo | 0.50 | 1.00 | 1.00 | 0.00 | 0.50 |" in text  # half of the crops twice
+    assert "| tapo | 4 | 0.00 | 0.25 | 0.50 | 0.75 | 1.00 |" in text
+    assert "| accuracy | 0 |  |  |  |  |  |" in text  # it called no tool
     assert json.loads((tmp_path / "judges.json").read_text())["tapo-guessing-0"]["faithful"] == 0.7
     drawn = Image.open(tmp_path / "judges.png").convert("RGB")
     shades = {color for _, color in drawn.getcolors(1 << 24)}
