@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -170,6 +171,17 @@ def test_seconds_are_kept_for_the_step_and_for_the_run(tmp_path):
         ("rl", 1, 0.25), ("rl", 2, 0.25)
     ]  # fmt: skip
     assert a_run.state["seconds"]["sandbox"] == 0.5 and a_run.state["seconds"]["act"] >= 0
+    now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    assert 0.5 * now < times[0]["peak_gb"] <= times[1]["peak_gb"] <= now + 0.01
+
+
+def test_the_peak_of_a_gpu_is_that_of_the_step_alone(monkeypatch):
+    peak = iter([5.25e9, 3.0e9])
+    resets = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peak))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(1))
+    assert [kit.folder.peak_gb() for _ in "ab"] == [5.25, 3.0] and len(resets) == 2
 
 
 def test_an_error_says_whose_it_is_and_where(tmp_path):

@@ -6,11 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ANSWER, LOOK, PRINT, SHORT, TWO, copied, performed, tied, together
+from tqdm import tqdm
 
+import kit.processes
 import train
 from beyond.tiny import tiny_policy
 from data import toy_questions
@@ -72,6 +75,19 @@ def another(policy):
 def gradients(policy):
     learnt = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     return {name: whole(p.grad).clone() for name, p in learnt.items()}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_process_alone_speaks_and_shows_its_bar(first, monkeypatch, tmp_path, capsys):
+    team = SimpleNamespace(is_main_process=first, init_trackers=lambda *_: None)
+    monkeypatch.setattr(kit.processes, "Accelerator", lambda **_: team)
+    monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    kit.processes.assemble(tmp_path, {}, 60, "none")
+    print("said")
+    list(tqdm("ab", "waves", disable=False, mininterval=0))
+    told = capsys.readouterr()
+    assert ("said" in told.out) == ("waves" in told.err) == first
 
 
 KINDS = {

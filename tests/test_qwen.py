@@ -366,6 +366,8 @@ def test_harmless_text_is_left_alone_and_round_trips(policy, text):
 
 def test_saved_and_loaded_policies_agree(policy, samples, tmp_path):
     policy.save(tmp_path)
+    modes = {oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()}
+    assert modes == {"0o644"}  # a server that runs as somebody else can read it
     again = load_policy(tmp_path)
     t = rollout.begin(samples[0], encode_prompt(policy, samples[0]))
     assert encode_prompt(again, samples[0]).ids == t.ids
