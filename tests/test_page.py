@@ -7,11 +7,13 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ANSWER, LOOK
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -24,12 +26,10 @@ SAMPLE = {
     "id": "one", "question": "Which texture is on the red square ?", "answer": "checker",
     "options": [], "kind": "search", "boxes": [[76, 140, 120, 184]], "image": "images/whole.png",
 }  # fmt: skip
-LOOK = "<think> I need a closer look .</think><code>\nimage.crop((64,128,128,192)).show()\n</code>"
-ANSWER = "<think> The crop shows it .</think><answer>checker</answer>"
 
 
-NOTHING = {"text": "", "images": [], "boxes": [], "sources": [], "error": None, "environment": None}
-NOTHING |= {"notes": [], "red_lines": []}
+NOTHING = dict(text="", images=[], boxes=[], sources=[], notes=[], red_lines=[], error=None,
+               environment=None)  # fmt: skip
 
 
 def turn(text, score=None, /, **observation):
@@ -54,9 +54,7 @@ def keep(folder, *lines, image=IMAGE):
     return folder
 
 
-LOOKED = turn(
-    LOOK, 1.0, images=["images/crop.png"], boxes=[[64, 128, 128, 192]], sources=["crop"]
-)  # fmt: skip
+LOOKED = turn(LOOK, 1.0, images=["images/crop.png"], boxes=[[64, 128, 128, 192]], sources=["crop"])
 ANSWERED = turn(ANSWER)
 
 
@@ -99,9 +97,7 @@ def read(page):
     return Reader(page.read_text())
 
 
-# --- what is on the page ---------------------------------------------------------------------
-
-
+# What is on the page
 def test_each_episode_is_a_film_strip(tmp_path):
     table = [["", "SFT"], ["questions", "3"], ["accuracy", "0.667"]]
     seen = read(report(keep(tmp_path, *worked_example()), table))
@@ -131,23 +127,20 @@ def test_each_episode_is_a_film_strip(tmp_path):
     assert cells == ["td", "th", "th", "td", "th", "td"]
 
 
-def test_a_look_is_marked_good_if_the_question_asks_for_it(tmp_path):
+def test_a_look_is_marked_good_if_the_question_asks_for_it_and_no_verdict_is_no_fault(tmp_path):
     samples, looks = (SAMPLE, SAMPLE | {"kind": "neutral"}), ("faithful", "unfaithful", "no tool")
     lines = [episode(look=look, sample=sample) for sample in samples for look in looks]
-    text = report(keep(tmp_path, *lines), []).read_text()
-    marks = re.findall("([✓✗]) (faithful|unfaithful|no tool)", text)
-    assert "".join(mark for mark, _ in marks) == "✓✗✗✗✗✓"
-
-
-def test_an_answer_that_no_judge_could_read_is_neither_right_nor_wrong(tmp_path):
-    lines = [episode(correct=correct) for correct in (True, False, None)]
-    cards = read(report(keep(tmp_path, *lines), [])).all("article")
-    assert [card["data-answer"] for card in cards] == ["correct", "wrong", "no verdict"]
+    lines += [episode(correct=correct) for correct in (False, None)]
+    file = report(keep(tmp_path, *lines), [])
+    marks = re.findall("([✓✗]) (faithful|unfaithful|no tool)", file.read_text())
+    assert "".join(mark for mark, _ in marks) == "✓✗✗✗✗✓✗✗"
+    answers = [card["data-answer"] for card in read(file).all("article")]
+    assert answers == ["correct"] * 6 + ["wrong", "no verdict"]
 
 
 def test_no_episodes_make_a_page_that_says_so(tmp_path):
-    assert "0 of 0 episodes" in report(tmp_path, []).read_text()
-    assert "0 of 0 episodes" in report(keep(tmp_path), []).read_text()
+    for folder in (tmp_path, keep(tmp_path)):
+        assert "0 of 0 episodes" in report(folder, []).read_text()
 
 
 def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_path):
@@ -170,7 +163,6 @@ def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_pa
     assert "reference" in text and "the second play" not in text
 
 
-# A line from before the look was written.
 OLD = {name: value for name, value in episode().items() if name != "look"}
 
 
@@ -181,14 +173,7 @@ def test_a_line_that_is_no_episode_is_named(line, why, tmp_path):
         report(tmp_path, [])
 
 
-def test_a_figure_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="curves.png"):
-        report(tmp_path, [], ["curves.png"])
-
-
-# --- nothing from outside gets in --------------------------------------------------------------
-
-
+# Nothing from outside gets in
 HOSTILE = [
     "</script><script>alert(1)</script>", "</textarea></pre></style></title><!--",
     "<img src=x onerror=alert(1)>", "<svg/onload=alert(1)>", "' onmouseover='alert(1)",
@@ -228,8 +213,7 @@ def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
     IMAGE.save(tmp_path / "curves.png")
     raw = report(tmp_path, [["", "SFT"], ["questions", "3"]], ["curves.png"]).read_text()
     seen = Reader(raw)
-    sources = ("src", "href", "data", "action")
-    links = [a[name] for _, a in seen.tags for name in sources if name in a]
+    links = [a[k] for _, a in seen.tags for k in ("src", "href", "data", "action") if k in a]
     assert len(links) == 3 + 2 + 1 + 1  # images, what calls showed, where, curves
     assert all(link.startswith(("data:image/", "#p")) for link in links)
     assert not re.search(r"url\(|@import|https?:|//[a-z]", re.sub(r"base64,[^\"]*", "", raw))
@@ -240,9 +224,7 @@ def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
     assert f"script-src 'sha256-{module.sha256(script)}'" in policy["content"]
 
 
-# --- sizes -------------------------------------------------------------------------------------
-
-
+# Sizes
 def test_episodes_with_photographs_stay_under_their_limit(tmp_path, monkeypatch):
     assert PAGE_LIMIT + 200_000 < 5_000_000  # with a figure
     monkeypatch.setattr(module, "PAGE_LIMIT", 450_000)
@@ -256,9 +238,9 @@ def test_episodes_with_photographs_stay_under_their_limit(tmp_path, monkeypatch)
 
 
 def test_endless_texts_leave_later_episodes_out_and_the_page_says_so(tmp_path, monkeypatch):
-    keep(tmp_path, *[episode()] * 101)
+    keep(tmp_path, *[episode()] * 51)
     text = report(tmp_path, []).read_text()
-    assert "34 of 101 episodes" in text and text.count("<article") == 34
+    assert "26 of 51 episodes" in text and text.count("<article") == 26
     assert list(spread(range(9), 4)) == [0, 3, 6]  # the last ones too have their chance
     monkeypatch.setattr(module, "PAGE_LIMIT", 90_000)
     keep(tmp_path, *[episode(turn("é" * 15_000))] * 4)
@@ -274,31 +256,80 @@ def test_a_picture_fits_its_budget_and_keeps_its_shape(budget, tmp_path):
     assert image.width == 2 * image.height
 
 
-# --- code ----------------------------------------------------------------------------------------
-
-
-def test_words_of_code_carry_the_classes_that_the_page_colours():
-    seen = Reader(TEMPLATES.filters["python"]("for i in 'a<b': # 1\n    x = 2"))
-    classes = [a["class"] for a in seen.all("span")]
-    assert seen.text.strip() == "for i in 'a<b': # 1\n    x = 2"
-    assert {"k", "ow", "s1", "c1", "mi"} <= set(classes)
-
-
 @given(st.text(st.sampled_from("ab1_ .#'\"\n<>&=for"), max_size=60))
 def test_highlighting_loses_nothing_and_escapes_everything(code):
     text = re.sub(r'</?span[^<>"]*("\w*")?>', "", TEMPLATES.filters["python"](code))
     assert html.unescape(text).strip("\n") == code.strip("\n") and not set("<>") & set(text)
 
 
-# --- in a browser ----------------------------------------------------------------------------
+# In a browser
 CHROMIUM = shutil.which("chromium")
-PROBE = """<script>
+QUIET = """--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync --disable-quic --hide-scrollbars""".split()
+
+
+class Browser:
+    """One chromium for all tests. It takes commands as JSON (its DevTools protocol), each ended by
+    a zero: it hears them at its file descriptor 3, and answers at 4."""
+
+    def __init__(self, profile):
+        command = ["sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 >/dev/null 2>&1', CHROMIUM, *QUIET]
+        command += ["--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.heard, self.page = self.listen(), {}
+        targets = self.do("Target.getTargets")["targetInfos"]
+        (page,) = (target["targetId"] for target in targets if target["type"] == "page")
+        self.page = self.do("Target.attachToTarget", targetId=page, flatten=True)
+
+    def listen(self):
+        rest = b""
+        while said := self.process.stdout.read1():
+            *whole, rest = (rest + said).split(b"\0")
+            yield from map(json.loads, whole)
+
+    def do(self, method, **words):
+        command = {"id": 1, "method": method, "params": words, **self.page}
+        self.process.stdin.write(json.dumps(command).encode() + b"\0")
+        self.process.stdin.flush()
+        return next(said["result"] for said in self.heard if "id" in said)  # the others are events
+
+    def run(self, script):
+        """What a script returns. The page's own policy does not bind it."""
+        said = self.do("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        return said["result"].get("value")
+
+    def show(self, page, width, scheme="light"):
+        size = dict(width=width, height=1600, deviceScaleFactor=1, mobile=False)
+        self.do("Emulation.setDeviceMetricsOverride", **size)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.do("Emulation.setEmulatedMedia", features=features)
+        self.do("Page.navigate", url=page.as_uri())
+        self.run("new Promise(go => document.readyState == 'complete' ? go() : onload = go)")
+
+    def shot(self):
+        png = base64.b64decode(self.do("Page.captureScreenshot")["data"])
+        return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed (apt-get install chromium)")
+    it = Browser(tmp_path_factory.mktemp("profile"))
+    with it.process as process:
+        late = threading.Timer(300, process.kill)
+        late.start()
+        yield it
+        late.cancel()
+        process.terminate()
+
+
+PROBE = """(() => {
 const press = (key, more = {}, on = document.body) => {
   on.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, ...more}));
   return document.activeElement.id;
 };
 const all = (selector, of) => [...document.querySelectorAll(selector)].map(of), result = {};
-Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});  // no style asks for more
 result.width = Math.max(...all("body *", e => e.getBoundingClientRect().right));
 result.bar = all("section:first-of-type .bar i", i => i.getBoundingClientRect().width).slice(0, 5);
 result.colors = all(".bar i", i => getComputedStyle(i).backgroundColor).slice(0, 3);
@@ -306,10 +337,10 @@ result.lines = all("article:first-of-type rect", r => getComputedStyle(r).stroke
 result.code = getComputedStyle(document.querySelector("pre")).whiteSpaceCollapse;
 result.words = ["", ".k", ".mi", ".s1", ".c1"].map(
   name => getComputedStyle(document.querySelector(`#t2 pre${name && " " + name}`)).color);
-result.filters = all("label", label => label.textContent.trim().split(" ")[0]);
 const choose = name => document.querySelector(`select[name=${name}]`);
-result.values = ["look", "kind"].map(name => [...choose(name).options].map(o => o.text));
-result.keys = ["k", "j", "j", "k", "ArrowRight", "ArrowRight", "j", "ArrowLeft"].map(k => press(k));
+result.filters = all("select", s => [s.name, ...[...s.options].map(option => option.text)]);
+const pressed = ["k", "j", "j", "k", "ArrowRight", "ArrowRight", "j", "ArrowLeft"];
+result.keys = pressed.map(key => press(key));
 result.quiet = [press("k", {ctrlKey: true}), press("k", {metaKey: true}),
   press("k", {}, choose("look"))];
 const only = (name, text) => {
@@ -323,37 +354,15 @@ result.next = press("j");  // past the one that is hidden
 const y = document.activeElement.getBoundingClientRect().top;
 result.seen = 0 <= y && y < innerHeight;
 result.shown.push(only("look", "faithful"), only("look", "all"), only("answer", "all"));
-document.title = JSON.stringify(result);
-</script>"""
+return result;
+})()"""
 
 
-why = "chromium is not installed (apt-get install chromium)"
-in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason=why)
-
-
-def browse(folder, *flags):
-    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync",
-             "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}")  # fmt: skip
-    command = [CHROMIUM, *quiet, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-def probed(folder, page, script, width):
-    """What a script finds in a page: in a copy, as the page's own policy forbids any other."""
-    text = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text())
-    copy = folder / "probed.html"
-    copy.write_text(text + script.replace("WIDTH", str(width)))
-    seen = browse(folder, f"--window-size={width},1600", "--dump-dom", copy.as_uri())
-    return json.loads(html.unescape(re.search("<title>(.*?)</title>", seen)[1]))
-
-
-@in_a_browser
-@pytest.mark.parametrize("width, film, mode", [
-    (1280, (34, 38, 43), "--mute-audio"), (390, (10, 12, 14), "--force-dark-mode"),
+@pytest.mark.parametrize("width, film, scheme", [
+    (1280, (34, 38, 43), "light"), (390, (10, 12, 14), "dark"),
 ])  # fmt: skip
 def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
-    width, film, mode, tmp_path
+    browser, width, film, scheme, tmp_path
 ):
     long = "a_name_that_is_much_too_long_for_a_phone_" * 4
     lines = worked_example(f"<think>{long}</think><code>\n{long}()\n</code>", id=long)
@@ -362,18 +371,14 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     Image.new("RGB", (720, 600), "white").save(tmp_path / "curves.png")
     table = [["", "SFT", long], ["questions", "3", "3"], ["accuracy", "", "0.500"]]
     file = report(tmp_path, table, ["curves.png"])
+    file.write_text(file.read_text() + "<script>document.title = 'its policy let me in'</script>")
+    browser.show(file, width, scheme)
+    assert browser.run("document.title") == "What it looked at, and what it answered"
 
-    shot = tmp_path / "shot.png"
-    browse(tmp_path, mode, f"--window-size={width},1600", f"--screenshot={shot}", file.as_uri())
-    pixels = np.asarray(Image.open(shot).convert("RGB"))
-    assert pixels.shape == (1600, width, 3)
-    assert (pixels == film).all(-1).mean() > 0.02  # the film is there, with its colour
-
-    result = probed(tmp_path, file, PROBE, width)
-    assert result["width"] <= width  # nothing sticks out
-    bar, tokens = sum(result["bar"]), [30, 10, 5, 10, 5]
-    assert bar > width / 2
-    assert result["bar"] == pytest.approx([bar * n / 60 for n in tokens], abs=1)
+    assert (browser.shot() == film).all(-1).mean() > 0.02  # the film is there, with its colour
+    result = browser.run(PROBE)
+    assert result["width"] <= width < 2 * (bar := sum(result["bar"]))  # nothing sticks out
+    assert result["bar"] == pytest.approx([bar * n / 60 for n in (30, 10, 5, 10, 5)], abs=1)
     shown_to_it, chosen, again = result["colors"]
     assert shown_to_it == again != chosen
     white, black, blue = "rgb(255, 255, 255)", "rgb(0, 0, 0)", "rgb(0, 114, 178)"
@@ -381,40 +386,28 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     assert result["code"] == "preserve"
     text, keyword, number, string, comment = result["words"]
     assert len({text, keyword, number, comment}) == 4 and number == string
-    assert result["filters"] == ["answer", "look", "kind", "error"]
-    looks = ["faithful", "no tool", "unfaithful"]
-    assert result["values"] == [["all", *looks], ["all", "neutral", "search"]]
+    assert result["filters"] == [
+        ["answer", "all", "correct", "wrong"],
+        ["look", "all", "faithful", "no tool", "unfaithful"],
+        ["kind", "all", "neutral", "search"],
+        ["error", "all", "none", "some"],
+    ]
     assert result["keys"] == ["t1", "t2", "t3", "t2", "t3", "t3", "t3", "t2"]
     assert result["quiet"] == ["t2"] * 3
     assert result["shown"] == [["t2"], ["t1", "t3"], ["t1"], ["t1", "t3"], ["t1", "t2", "t3"]]
     assert result["next"] == "t3" and result["seen"]
 
-    # With the policy in place its own script still runs, and no other does.
-    hostile = tmp_path / "hostile.html"
-    hostile.write_text(file.read_text() + PROBE)
-    seen = browse(tmp_path, "--dump-dom", hostile.as_uri())
-    assert "<select" in seen and "<title>What it looked at" in seen
 
-
-SIDES = """<script>
-Object.assign(document.body.style, {width: "WIDTHpx", margin: 0});
-const boxes = [...document.body.querySelectorAll("*")].map(e => e.getBoundingClientRect());
-const [a, b] = [...document.querySelectorAll("section")].map(e => e.getBoundingClientRect());
-const result = {width: Math.max(...boxes.map(box => box.right)), beside: a.top == b.top};
-document.title = JSON.stringify(result);
-</script>"""
-
-
-@in_a_browser
-@pytest.mark.parametrize("width, beside", [(1280, True), (390, False)])
-def test_runs_stand_side_by_side_on_a_screen_and_below_each_other_on_a_phone(
-    width, beside, tmp_path
-):
+def test_runs_stand_side_by_side_on_a_screen_and_below_each_other_on_a_phone(browser, tmp_path):
     runs = [str(tmp_path / ("a_long_name_for_a_run_" * 3 + letter)) for letter in "ab"]
     for run in runs:
         keep(Path(run), *worked_example())
     Image.new("RGB", (960, 400), "white").save(tmp_path / "compare.png")
     table = [["", *(f"{run} toy" for run in runs)], ["questions", "3", "3"]]
     page = report_runs(tmp_path, runs, table, ["compare.png"])
-    result = probed(tmp_path, page, SIDES, width)
-    assert width / 2 <= result["width"] <= width and result["beside"] is beside
+    places = "[...document.querySelectorAll('{}')].map(e => e.getBoundingClientRect().{})"
+    for width, beside in ((1280, True), (390, False)):
+        browser.show(page, width)
+        assert width / 2 <= max(browser.run(places.format("body *", "right"))) <= width
+        a, b, *_ = browser.run(places.format("section", "top"))
+        assert (a == b) is beside
