@@ -205,7 +205,8 @@ def world_of(run: Run, config: Config) -> World:
         raise ValueError(f"--questions {config.questions} for {run.n} processes: raise it")
     start = config.model if run.state["stage"] == "sft" else run.folder / "sft"
     policy = load_policy(start, max_pixels=config.max_pixels or None, weights=False)
-    run.check_data("sft_data", config.sft_data if config.sft_steps else "")
+    if config.sft_steps and start == config.model:
+        run.check_data("sft_data", config.sft_data)
     run.check_data("rl_data", config.rl_data)
     if config.rl_data:
         return data_world(run, config, policy)
@@ -293,10 +294,9 @@ def demonstration_rows(run: Run, config: Config, policy: Policy) -> tuple[Sequen
 def stage_1(run: Run, config: Config, world: World) -> None:
     """SFT: imitate demonstrations, the mean log-probability of their acted tokens."""
     policy, actor, optimizer = opened(run, config, "sft")
-    steps, rows, held_out = config.sft_steps, [], []
-    if steps:
-        with run.phase("demonstrations"):
-            rows, held_out = demonstration_rows(run, config, policy)
+    steps = config.sft_steps
+    with run.phase("demonstrations"):
+        rows, held_out = demonstration_rows(run, config, policy) if steps else ([], [])
     batch = min(config.sft_batch, len(rows))
     steps = math.ceil(config.sft_epochs * len(rows) / batch) if steps < 0 else steps
     order = shuffled(len(rows), batch, config.seed)

@@ -496,6 +496,9 @@ def test_a_run_goes_on_with_the_rows_it_began_with(name, tmp_path):
     a_run.state["data"][name] = "7 rows (of old)"
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} .* has changed since this r"):
         train.world_of(a_run, config)
+    (tmp_path / "sft").symlink_to(ROOT / "tiny")
+    a_run.state |= {"stage": "rl", "data": {}}  # the demonstrations may be gone by then
+    train.world_of(a_run, replace(config, sft_data="gone.jsonl", questions=4))
 
 
 def test_every_process_needs_a_question(tmp_path):
