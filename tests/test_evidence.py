@@ -3,58 +3,55 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from conftest import PRINT, RULES, fresh_logits
+from conftest import AGAIN, GOOD, PRINT, PRINTED, RULES, SEARCH, WRONG, fresh_logp
 from hypothesis import given
 from hypothesis import strategies as st
-from test_faithfulness import AGAIN, ASKED, DIRECT, GOOD, GREEDY, PRINTED, SEARCH, WRONG
-from test_faithfulness import deaf, played, reads, saying, speaking
+from test_faithfulness import ASKED, DIRECT, GREEDY, deaf, played, reads, saying, speaking
 
 import beyond.evidence
-from beyond.evidence import ablation, agreement, answer_log_probs, answer_now, evidence
-from beyond.evidence import without_tools
+from beyond.evidence import (
+    ablation, agreement, answer_log_probs, answer_now, evidence, without_tools,
+)  # fmt: skip
 from data import crop_turn
 from faithfulness import Rate, up_to
 from rewards import Reward, hand_made
 from rollout import encode_observation
 from sandbox import Observation
 
+SHOWN = hand_made(SEARCH, GOOD, answer="x")
+
+
 # Two judges
-
-
-def judged(*steps):
-    return Reward(1.0, None, 0.0, steps, None)
+def agreed(pairs):
+    """How two judges agree, from what they say of each of some plays with one call."""
+    judged = ([Reward(1.0, None, 0.0, (score,), None) for score in said] for said in zip(*pairs))
+    return agreement([SHOWN] * len(pairs), *judged)
 
 
 def test_kappa_by_hand():
     """Ten calls. Both yes 4, both no 3, only the first 2, only the second 1: they agree on 0.7,
     chance on 0.6 * 0.5 + 0.4 * 0.5 = 0.5, so kappa is 0.4."""
     pairs = [(1.0, 1.0)] * 4 + [(0.0, 0.5)] * 3 + [(1.0, 0.0)] * 2 + [(0.5, 1.0)]
-    t = [hand_made(SEARCH, GOOD, answer="x")] * 10
-    table, rate, kappa = agreement(t, *([judged(score) for score in s] for s in zip(*pairs)))
+    table, rate, kappa = agreed(pairs)
     assert rate == Rate(7, 10) and kappa == pytest.approx(0.4)
     assert [table[a, b] for a in (True, False) for b in (True, False)] == [4, 2, 1, 3]
 
 
 def test_what_no_judge_saw_is_not_compared_and_what_one_missed_is_counted():
     t = hand_made(SEARCH, GOOD, PRINTED, AGAIN, WRONG, answer="x")
-    first, second = judged(1.0, 0.0, -1.0, None), judged(1.0, 0.0, -1.0, 0.0)
-    table, rate, kappa = agreement([t], [first], [second])
+    judges = ([Reward(1.0, None, 0.0, (1.0, 0.0, -1.0, last), None)] for last in (None, 0.0))
+    table, rate, kappa = agreement([t], *judges)
     assert rate == Rate(1, 1) and table[None] == 1 and kappa is None
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.5, 1.0])] * 2), min_size=1, max_size=12))
 def test_kappa_is_symmetric_at_most_one_and_one_only_in_full_agreement(pairs):
-    t = [hand_made(SEARCH, GOOD, answer="x")] * len(pairs)
-    first, second = ([judged(score) for score in s] for s in zip(*pairs))
-    _, rate, kappa = agreement(t, first, second)
-    assert kappa == agreement(t, second, first)[2]
+    _, rate, kappa = agreed(pairs)
+    assert kappa == agreed([pair[::-1] for pair in pairs])[2]
     assert kappa is None or (kappa == pytest.approx(1)) == (rate.value == 1) and kappa <= 1
 
 
 # Without tools
-
-
 def thinks(policy, t):
     return saying("x") if t.turns else "<think> look<code>\nprint(1)\n</code>"
 
@@ -99,27 +96,20 @@ def test_code_does_not_run_in_the_ablation_and_no_answer_is_none(policy, monkeyp
 
 
 # What a call is worth
-
-
 def test_log_probs_of_the_reference_are_those_of_a_plain_forward(policy):
     (t,), _ = played(policy, reads, ASKED[:1])
     seen, blank = t.turns[0].observation, Observation(text="nothing")
     got = answer_log_probs(policy, t, 0, [seen, blank], GREEDY)
     reply = policy.encode(t.sample.answer + "</answer>", []).ids
     for score, shown in zip(got, (seen, blank, None), strict=True):
-        if shown is None:
-            whole = answer_now(policy, t, 0)
-        else:
-            whole = up_to(policy, t, 0)
+        whole = up_to(policy, t, 0) if shown else answer_now(policy, t, 0)
+        if shown:
             pictures = policy.pictures(shown.images)
             whole.observe(encode_observation(policy, shown, pictures, False, 99))
             whole.observe(policy.encode("<answer>", []))
+        whole.acted = [False] * len(whole.ids)
         whole.act(reply)
-        logits = fresh_logits(policy, whole)
-        logits[:, policy.forbidden] = -torch.inf
-        logp = logits.log_softmax(-1)[-len(reply) - 1 : -1]
-        expected = sum(row[token].item() for row, token in zip(logp, reply))
-        assert score == pytest.approx(expected, abs=1e-4)
+        assert score == pytest.approx(fresh_logp(policy, whole).sum().item(), abs=1e-4)
 
 
 def test_evidence_and_decision_values_by_hand(policy, monkeypatch):

@@ -1,9 +1,10 @@
 """python -m pytest tests/test_faithfulness.py      rates, and perturbed plays"""
 
+import itertools
 import random
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -64,14 +65,8 @@ def test_areas_are_of_every_crop_and_recall_is_by_proper_ones():
     f = found(FULL, crop(SEARCH, (76, 76, 98, 120)), WRONG)
     assert f.areas == (1.0, 22 * 44 / 65536, 4096 / 65536)
     assert f.recalls == (0.5,)  # half of the target; the whole image is no proper crop
+    assert f.focuses == (2.0,)  # of the crops that show half of the target
     assert found(FULL).recalls == found(DRAWN).recalls == (0.0,)
-
-
-def test_rewards_without_step_scores_are_refused():
-    trajectory = hand_made(SEARCH, GOOD, answer="checker")
-    (reward,) = accuracy([trajectory], BoxJudge(), Lambdas(), random.Random(0))
-    with pytest.raises(ValueError, match="s1.*1 tool turns, got 0; rate with rewards.tapo"):
-        rates([trajectory], [reward])
 
 
 def cells(findings):
@@ -83,21 +78,13 @@ def cells(findings):
 
 
 def test_ten_questions_by_hand():
-    """Eight of them are search questions."""
-    ten = [
-        found(WRONG, GOOD),  # right, faithful
-        found(GOOD),  # right, faithful
-        found(GOOD, answer="diagonal"),  # wrong, faithful
-        found(FULL),  # right, unfaithful
-        found(WIDE, answer="diagonal"),  # wrong, unfaithful
-        found(),  # right, no tool
-        found(TYPO),  # right, no tool
-        found(answer=None),  # ran out of turns, no tool
-        found(sample=NEUTRAL),  # right
-        found(GOOD, sample=NEUTRAL, answer="diagonal"),  # wrong; a crop there is no search
-    ]
+    """Eight of them are search questions. In a neutral one a crop is no search."""
+    right = [found(WRONG, GOOD), found(GOOD), found(FULL), found(), found(TYPO),
+             found(sample=NEUTRAL)]  # fmt: skip
+    wrong = [found(GOOD, answer="no"), found(WIDE, answer="no"), found(answer=None),
+             found(GOOD, sample=NEUTRAL, answer="no")]  # fmt: skip
     area = (4096 * 4 + 65536 + 16384) / 65536  # four cells, the whole image, a crop of four cells
-    got = {name: (rate.numerator, rate.denominator) for name, rate in count(ten).items()}
+    got = {name: (rate.numerator, rate.denominator) for name, rate in count(right + wrong).items()}
     assert got == {
         "accuracy": (6, 10), "search_accuracy": (5, 8), "direct_accuracy": (1, 2),
         "tool_use": (6, 8), "faithful": (3, 8), "unfaithful": (2, 8), "no_tool": (3, 8),
@@ -110,32 +97,27 @@ def test_ten_questions_by_hand():
         "focus": (3 * 44**2 / 64**2 + 44**2 / 128**2, 4),  # the whole image is no proper crop
         "crop_area": (area, 6), "calls": (8, 10), "error_rate": (1, 10), "no_verdict": (0, 8),
     }  # fmt: skip
-    assert cells(ten) == [2, 3, 1, 2]
+    assert cells(right + wrong) == [2, 3, 1, 2]
 
 
-def test_boxes_are_hit_by_half_or_by_four_fifths_and_one_or_all():
-    """Two targets. Recall by hand: the first in full, the second 25 of 40 columns, 0.625."""
-    sample = replace(SEARCH, boxes=((10, 10, 50, 50), (100, 100, 140, 140)))
-    first, second = crop(sample, (0, 0, 64, 64)), crop(sample, (115, 90, 200, 200))
-    for seen, recalls, expected in (
-        ((first,), (1.0, 0.0), [1, 0, 1, 0]),
-        ((first, second), (1.0, 0.625), [1, 1, 1, 0]),
-        ((second,), (0.0, 0.625), [1, 0, 0, 0]),
-    ):
-        f = found(*seen, sample=sample)
-        counts = count([f])
-        hit = [counts[f"box_{k}"].value for k in ("any_50", "all_50", "any_80", "all_80")]
-        assert (f.recalls, hit) == (recalls, expected)
+TARGETS = ((10, 10, 50, 50), (100, 100, 140, 140))  # of 40 x 40 pixels
+FIRST, MOST = (0, 0, 64, 64), (115, 90, 200, 200)
+LEFT, LOWER = (50, 90, 115, 150), (90, 120, 150, 160)
 
 
-def test_a_target_seen_in_parts_is_covered_by_their_union():
-    """40 x 40. Crops of its left 15 columns and its lower 20 rows: 15 + 25/2 of 40 columns."""
-    sample = replace(SEARCH, boxes=((100, 100, 140, 140),))
-    parts = [crop(sample, box) for box in ((50, 90, 115, 150), (90, 120, 150, 160))]
-    f = found(*parts, sample=sample)
-    assert f.recalls == (27.5 / 40,) and count([f])["box_all_50"].value == 1
-    assert [found(part, sample=sample).recalls for part in parts] == [(0.375,), (0.5,)]
-    assert f.focuses == (1600 / 2400,)  # only the second shows half of the target
+@pytest.mark.parametrize("targets, boxes, recalls, hit", [
+    (TARGETS, [FIRST], (1.0, 0.0), [1, 0, 1, 0]),
+    (TARGETS, [FIRST, MOST], (1.0, 0.625), [1, 1, 1, 0]),  # 25 of 40 columns
+    (TARGETS, [MOST], (0.0, 0.625), [1, 0, 0, 0]),
+    (TARGETS[1:], [LEFT], (0.375,), [0, 0, 0, 0]), (TARGETS[1:], [LOWER], (0.5,), [1, 1, 0, 0]),
+    (TARGETS[1:], [LEFT, LOWER], (27.5 / 40,), [1, 1, 0, 0]),  # their union
+])  # fmt: skip
+def test_boxes_are_hit_by_half_or_by_four_fifths_and_one_or_all(targets, boxes, recalls, hit):
+    sample = replace(SEARCH, boxes=targets)
+    f = found(*[crop(sample, box) for box in boxes], sample=sample)
+    counts = count([f])
+    got = [counts[f"box_{k}"].value for k in ("any_50", "all_50", "any_80", "all_80")]
+    assert (f.recalls, got) == (recalls, hit)
 
 
 def test_what_has_no_boxes_or_no_verdict_leaves_the_rates_that_need_them_and_is_counted():
@@ -152,24 +134,9 @@ def test_what_has_no_boxes_or_no_verdict_leaves_the_rates_that_need_them_and_is_
 
 
 def test_nothing_to_count_gives_none_and_no_error():
-    assert rates([], []) == {"n": 0, **{name: None for name in count([])}}
-    assert Rate(3, 4).value == 0.75 and str(Rate(3, 4)) == "0.750 (3/4)"
-    assert Rate(0, 0).value is None and str(Rate(0, 0)) == "none (0/0)"
-    assert listing(tool_use([])) == ""
-
-
-def test_rates_are_the_values_of_the_counts_by_the_scores_that_they_are_given():
-    trajectories = [hand_made(SEARCH, GOOD, answer="checker"), hand_made(SEARCH, answer="x")]
-    got = rates(trajectories, scored(trajectories))
-    counts = count(map(finding, trajectories, scored(trajectories)))
-    assert got == {"n": 2} | {name: rate.value for name, rate in counts.items()}
-    told = Reward(answer=1.0, tools=1.0, format=0.0, scores=(1.0,), total=1.0)
-    lost = hand_made(SEARCH, WRONG, answer="x")
-    assert rates([lost], [told])["faithful_and_correct"] == 1.0
-
-
-def test_the_demonstration_prints_counts():
-    assert "faithful_and_correct              0.200 [0.000, 0.600] (1/5)" in faithfulness.demo()
+    assert rates([], []) == {"n": 0, **dict.fromkeys(count([]))}
+    assert str(Rate(3, 4)) == "0.750 (3/4)" and str(Rate(0, 0)) == "none (0/0)"
+    assert Rate(0, 0).value is None and listing(tool_use([])) == ""
 
 
 def test_the_interval_of_a_share_is_the_one_of_the_textbooks():
@@ -192,11 +159,10 @@ def test_intervals_repeat_with_their_seed_and_are_absent_where_nothing_can_be_dr
     findings = [made(1.0, correct=i < 3) for i in range(9)]
     units = [(answers(f), "") for f in findings]
     assert means(units, 50, seed=1) == means(units, 50, seed=1) != means(units, 50, seed=2)
-    assert count(findings)["accuracy"].interval is None
-    assert count(findings, draws=50)["direct_accuracy"].interval is None  # 0 of 0
-    assert count([replace(f, cluster="q") for f in findings], draws=50)["accuracy"].interval is None
     lone = [*findings, made(1.0, search=False)]  # the only question that needs no search
     assert count(lone, draws=50)["direct_accuracy"] == Rate(1, 1)
+    one = [replace(f, cluster="q") for f in findings]
+    assert count(one, draws=50)["accuracy"].interval is count(one)["accuracy"].interval is None
 
 
 def test_the_cycles_of_a_question_are_one_question():
@@ -236,18 +202,13 @@ def test_use_of_tools_by_hand():
         coded(),
         coded(("print(1)", OURS), ("image.show()", FULL)),
     ]
-    got = {name: (r.numerator, r.denominator) for name, r in tool_use(trajectories).items()}
-    assert got == {
-        "0 calls": (2, 5), "1 calls": (0, 5), "2 calls": (2, 5), "3 calls": (0, 5),
-        "4 calls": (1, 5), "5 or more calls": (0, 5),
-        "crop (of calls)": (3, 8), "rotate (of calls)": (1, 8), "contrast (of calls)": (0, 8),
-        "draw (of calls)": (0, 8), "compute (of calls)": (4, 8), "other (of calls)": (0, 8),
-        "crops of 0% to 1%": (0, 2), "crops of 1% to 5%": (0, 2), "crops of 5% to 25%": (1, 2),
-        "crops of 25% to 50%": (0, 2), "crops of 50% to 90%": (0, 2),
-        "crops of 90% to 100%": (1, 2),
+    used = tool_use(trajectories).items()
+    assert {name: (r.numerator, r.denominator) for name, r in used if r.value} == {
+        "0 calls": (2, 5), "2 calls": (2, 5), "4 calls": (1, 5),
+        "crop (of calls)": (3, 8), "rotate (of calls)": (1, 8), "compute (of calls)": (4, 8),
+        "crops of 5% to 25%": (1, 2), "crops of 90% to 100%": (1, 2),
         "failed calls": (4, 8), "failed calls after which one ran": (1, 4),
         "repaired calls": (1, 8), "verified crops (of pictures)": (2, 3),
-        "edited crops (of pictures)": (0, 3),
         "decorative crops": (1, 5),
     }  # fmt: skip
 
@@ -267,29 +228,15 @@ def test_a_crop_that_was_tried_and_failed_is_not_decorative():
 
 
 # Perturbations
-class Shut:
-    """A sandbox in which nothing runs."""
-
-    __init__ = __exit__ = run = lambda self, *_: None
-    __enter__ = lambda self: self  # noqa: E731
-
-
 def test_each_question_perturbation_and_seed_draws_a_place_of_its_own(monkeypatch):
     drawn, plays = [], [hand_made(replace(SEARCH, id=i), GOOD, answer="x") for i in ("a", "b")]
-    monkeypatch.setattr(faithfulness, "Sandbox", Shut)
-    monkeypatch.setattr(faithfulness, "listen", lambda *_: None)
     draw = lambda name, seen, image, rng: drawn.append(rng.random()) or seen  # noqa: E731
-    monkeypatch.setattr(faithfulness, "perturbed", draw)
-    policy = SimpleNamespace(pictures=lambda images: images)
-
-    def places(name, seed):
-        drawn.clear()
-        play_perturbed(policy, [(t, 0) for t in plays], name, Rules(), seed)
-        return tuple(drawn)
-
-    found = [places(name, seed) for name in ("noise", "random") for seed in (0, 1)]
-    assert len({place for pair in found for place in pair}) == 8
-    assert found[0] == places("noise", 0)
+    for name, stand_in in (("Sandbox", MagicMock()), ("listen", MagicMock(return_value=False)),
+                           ("perturbed", draw)):  # fmt: skip
+        monkeypatch.setattr(faithfulness, name, stand_in)
+    for name, seed in (*itertools.product(("noise", "random"), (0, 1)), ("noise", 0)):
+        play_perturbed(MagicMock(), [(t, 0) for t in plays], name, Rules(), seed)
+    assert len({*drawn}) == 8 and drawn[:2] == drawn[-2:]
 
 
 @pytest.mark.parametrize("reward, hit, clean, clean_hit, clean_miss", [
@@ -314,19 +261,14 @@ DIRECT = toy_questions(1, "neutral", neutral_share=1)
 CUT = (0, 0, 64, 64)
 
 
-def seen_in(image, box, **more):
-    return Observation("log", [image.crop(box)], [box], ["crop"], **more)
-
-
 def test_empty_says_and_shows_nothing_at_all_and_the_others_leave_what_was_printed(policy):
-    seen = seen_in(ASKED[0].image, CUT, notes=["a repair"], error="an error")
-    for name in PERTURBATIONS:
-        told = perturbed(name, seen, ASKED[0].image, random.Random(0))
-        if name != "empty":
-            assert (told.text, told.boxes) == ("log", [CUT])
-            continue
-        nothing = encode_observation(policy, Observation(), [], False, 99)
-        assert encode_observation(policy, told, [], False, 99) == nothing
+    image = ASKED[0].image
+    seen = Observation("log", [image.crop(CUT)], [CUT], ["crop"], "an error", notes=["a repair"])
+    told = {name: perturbed(name, seen, image, random.Random(0)) for name in PERTURBATIONS}
+    empty, nothing = (encode_observation(policy, x, [], False, 99)
+                      for x in (told.pop("empty"), Observation()))  # fmt: skip
+    assert empty == nothing
+    assert all((other.text, other.boxes) == ("log", [CUT]) for other in told.values())
 
 
 def cell_of(sample):
@@ -370,16 +312,16 @@ def played(policy, reply, samples=ASKED, rules=GREEDY):
     return trajectories, scored(trajectories)
 
 
-def studied(policy, reply, samples=ASKED, names=PERTURBATIONS, rewards=None):
+def studied(policy, reply, samples=ASKED, names=PERTURBATIONS):
     """Table 6 of a policy."""
     trajectories, paid = played(policy, reply, samples)
     with speaking(reply):
-        return perturb(policy, trajectories, rewards or paid, GREEDY, names)
+        return perturb(policy, trajectories, paid, GREEDY, names)
 
 
-def again(policy, reply, name, samples=ASKED[:1], i=0, rules=GREEDY):
+def again(policy, reply, name, i=0, rules=GREEDY):
     """A play, and its copy that is told something else from turn i on."""
-    (t,), _ = played(policy, reply, samples, rules)
+    (t,), _ = played(policy, reply, ASKED[:1], rules)
     with speaking(reply):
         return t, *play_perturbed(policy, [(t, i)], name, rules, seed=0)
 
@@ -403,10 +345,15 @@ def deaf(policy, t):
     return saying(t.sample.answer) if t.turns else looks(t.sample, t.sample.id.endswith("1"))
 
 
-def test_who_reads_the_crop_loses_all_under_every_lie_but_identity(policy):
-    study = studied(policy, reads)
-    assert list(study) == ["toy"] and list(study["toy"]) == list(PERTURBATIONS)
-    for name, told in study["toy"].items():
+@pytest.fixture(scope="module")
+def study(policy):
+    """Table 6 of the policy that reads, on questions of two sources."""
+    return studied(policy, reads, [ASKED[0], *(replace(s, source="hard") for s in ASKED[1:])])
+
+
+def test_who_reads_the_crop_loses_all_under_every_lie_but_identity(study):
+    assert list(study["all"]) == list(PERTURBATIONS)
+    for name, told in study["all"].items():
         got, kept = {k: rate.value for k, rate in told.items()}, float(name == "identity")
         assert told["possible"].numerator == told["accuracy"].denominator == 3
         assert got["clean"] == got["clean_hit"] == 1 and got["clean_miss"] is None
@@ -414,8 +361,17 @@ def test_who_reads_the_crop_loses_all_under_every_lie_but_identity(policy):
         assert got["answers"] == 1 - kept and got["thoughts"] == got["actions"] == 0
 
 
+def test_questions_of_several_sources_are_reported_apart_and_together(study):
+    possible = {name: told["mask"]["possible"].denominator for name, told in study.items()}
+    assert possible == {"all": 3, "toy": 1, "hard": 2}
+    lines = [line.split() for line in perturb_table(study).splitlines()]
+    assert lines[1] == ["all"]
+    assert lines[3] == "mask 3/3 0.0 0.0 100.0 0.0 [0.0, 0.0] 100.0 0.0 100.0 - -".split()
+
+
 def test_who_does_not_look_at_the_picture_never_changes_hit_or_miss(policy):
-    for told in studied(policy, deaf)["toy"].values():
+    (of_toy,) = studied(policy, deaf).values()
+    for told in of_toy.values():
         changed = ("thoughts", "actions", "answers", "accuracy")
         assert [told[name].value for name in changed] == [0, 0, 0, 1]
         assert (told["clean_hit"].denominator, told["clean_miss"].denominator) == (2, 1)
@@ -468,56 +424,46 @@ def test_going_on_from_the_middle_is_exact(policy):
         groups = play(policy, ASKED[:2], 1, GREEDY)
         copies = play_perturbed(policy, [(t, 0) for (t,) in groups], "noise", GREEDY, seed=0)
     for copy in copies:
-        logits, turns = fresh_logits(policy, copy), heard[id(copy)]
-        assert len(turns) == 2 and copy.ended == "answered"
-        for step, got in zip(copy.turns[1:], turns, strict=True):
-            expected = logits[step.start - 1 : step.end - 1]
-            assert torch.allclose(got, expected, atol=1e-4)
+        assert len(heard[id(copy)]) == 2 and copy.ended == "answered"
+        for turn, logits in zip(copy.turns[1:], heard[id(copy)]):
+            expected = fresh_logits(policy, copy)[turn.start - 1 : turn.end - 1]
+            assert torch.allclose(logits, expected, atol=1e-4)
 
 
 def test_where_there_is_no_room_the_trajectory_leaves_that_lie_and_is_counted(policy):
     large = crop_turn(" look", (0, 0, 200, 256))
-    whole = lambda policy, t: saying("x") if t.turns else large  # noqa: E731
-    study = studied(policy, whole, names=["random", "mask"])["toy"]
-    assert study["random"]["possible"] == Rate(0, 3, (0.0, 0.0))
-    assert study["random"]["accuracy"].denominator == study["random"]["clean"].denominator == 0
-    assert study["mask"]["possible"].value == 1
+    reply = lambda policy, t: saying("x") if t.turns else large  # noqa: E731
+    told = studied(policy, reply, names=["random", "mask"])["toy"]
+    assert told["random"]["possible"] == Rate(0, 3, (0.0, 0.0))
+    assert told["random"]["accuracy"].denominator == told["random"]["clean"].denominator == 0
+    assert told["mask"]["possible"].value == 1
 
 
 def test_only_search_questions_with_a_picture_are_perturbed(policy):
-    look = crop_turn(" look", CUT)
-    idle = lambda t: t.turns or t.sample.kind == "search"  # noqa: E731
-    reply = lambda policy, t: SHORT if idle(t) else look  # noqa: E731
+    def reply(policy, t):  # looks where no search is needed
+        return SHORT if t.turns or t.sample.kind == "search" else crop_turn(" look", CUT)
+
     assert studied(policy, reply, [*ASKED, *DIRECT]) == {}
     assert "nothing to perturb" in perturb_table({})
 
 
-def test_questions_of_several_sources_are_reported_apart_and_together(policy):
-    samples = [ASKED[0], *(replace(s, source="hard") for s in ASKED[1:])]
-    study = studied(policy, reads, samples, ["mask"])
-    possible = {name: told["mask"]["possible"].denominator for name, told in study.items()}
-    assert possible == {"all": 3, "toy": 1, "hard": 2}
-    cells = "mask 3/3 0.0 0.0 100.0 0.0 [0.0, 0.0] 100.0 0.0 100.0 - -".split()
-    lines = perturb_table(study).splitlines()
-    assert lines[1] == "all" and lines[2].split() == cells
-
-
-def test_an_unknown_perturbation_and_a_warm_policy_are_refused(policy):
-    with pytest.raises(ValueError, match="identity, mask, noise, random, empty; got blur"):
-        perturb(policy, [], [], GREEDY, ["mask", "blur"])
+def test_rewards_without_scores_and_a_warm_policy_are_refused(policy):
+    t = hand_made(SEARCH, GOOD, answer="checker")
+    (reward,) = accuracy([t], BoxJudge(), Lambdas(), random.Random(0))
+    with pytest.raises(ValueError, match="s1.*1 tool turns, got 0; rate with rewards.tapo"):
+        perturb(policy, [t], [reward], GREEDY)
     with pytest.raises(ValueError, match="greedy.*temperature 1"):
         perturb(policy, [], [], RULES)
 
 
 def test_no_sandbox_outlives_an_error(policy, monkeypatch):
     (t,), _ = played(policy, reads, ASKED[:1])
-    closed, close = [], faithfulness.Sandbox.close
-    closing = lambda self: closed.append(self) or close(self)  # noqa: E731
-    monkeypatch.setattr(faithfulness.Sandbox, "close", closing)
+    closed, close = set(), faithfulness.Sandbox.close
+    monkeypatch.setattr(faithfulness.Sandbox, "close", lambda box: closed.add(box) or close(box))
     monkeypatch.setattr(faithfulness, "play_on", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         play_perturbed(policy, [(t, 0), (t, 0)], "mask", GREEDY, seed=0)
-    assert len({*closed}) == 2
+    assert len(closed) == 2
 
 
 # Laws
@@ -540,31 +486,5 @@ def test_the_three_rates_partition_the_questions(findings):
 def test_conditional_times_accuracy_is_the_headline(findings):
     counts = count([f for f in findings if None not in f.scores])
     names = ("faithful_given_correct", "search_accuracy", "faithful_and_correct")
-    conditional, share, headline = (counts[name].value or 0.0 for name in names)
-    assert conditional * share == pytest.approx(headline)
-
-
-@given(some, st.randoms(use_true_random=False))
-def test_order_does_not_matter(findings, shuffle):
-    mixed = findings[:]
-    shuffle.shuffle(mixed)
-    one, other = ({name: (rate.value, rate.denominator) for name, rate in count(x).items()}
-                  for x in (findings, mixed))  # fmt: skip
-    for name in one:
-        assert one[name] == pytest.approx(other[name])
-
-
-@given(some)
-def test_the_cross_table_adds_up(findings):
-    told = [f for f in findings if f.search and None not in f.scores]
-    expected = [sum(f.correct == right and any(f.hits) == hit for f in told)
-                for right in (True, False) for hit in (True, False)]  # fmt: skip
-    assert cells(findings) == pytest.approx(expected, rel=1e-4)
-
-
-@given(some)
-def test_an_interval_holds_its_rate_and_lies_between_what_units_say(findings):
-    for rate in count(findings, draws=40).values():
-        if rate.interval:
-            low, high = rate.interval
-            assert 0 <= low <= high and (rate.numerator > 0 or low == high == 0)
+    conditional, accuracy, headline = (counts[name].value or 0.0 for name in names)
+    assert conditional * accuracy == pytest.approx(headline)
