@@ -8,70 +8,54 @@ import re
 import shutil
 import subprocess
 import threading
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ANSWER, LOOK
+from conftest import ANSWER, GOOD, IMAGE, LOOK, SEARCH, TYPO, WRONG
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 import kit.page as module
+from evaluate import EPISODES, write_trajectories
 from kit.page import PAGE_LIMIT, TEMPLATES, picture, report, report_runs, spread
+from rewards import Reward
+from rollout import Trajectory, Turn
+from sandbox import Observation
 
-IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8))
-SAMPLE = {
-    "id": "one", "question": "Which texture is on the red square ?", "answer": "checker",
-    "options": [], "kind": "search", "boxes": [[76, 140, 120, 184]], "image": "images/whole.png",
-}  # fmt: skip
-
-
-NOTHING = dict(text="", images=[], boxes=[], sources=[], notes=[], red_lines=[], error=None,
-               environment=None)  # fmt: skip
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 320, 3), np.uint8))
+FIGURE = Observation("12\n", [IMAGE.resize((40, 30))], [None], ["figure"], notes=["it was kept"])
+NEUTRAL = replace(SEARCH, id="two", kind="neutral", options=("checker", "diagonal"))
 
 
-def turn(text, score=None, /, **observation):
-    """A turn of a line. Without a word on the observation no code ran."""
-    seen = NOTHING | observation if observation else None
-    return {"text": text, "observation": seen, "score": score}
+def turn(text, seen=None):
+    return Turn(text, None, seen, 0, 0)
 
 
-def episode(*turns, sample=SAMPLE, **found):
-    acted = [[False, 30]] + [[True, 10], [False, 5]] * len(turns)
-    line = {"sample": sample, "steps": turns, "acted": acted, "answer": "checker"}
-    return line | {"ended": "answered", "correct": True, "look": "no tool", "failed": 0} | found
+def episode(*turns, sample=SEARCH, right=1.0, scores=(), answer="checker"):
+    """A play, and what it earned: a score for each turn that was shown something."""
+    acted = [False] * 30 + ([True] * 10 + [False] * 5) * len(turns)
+    t = Trajectory(sample, acted=acted, turns=[*turns], answer=answer, ended="answered")
+    return t, Reward(right, None, 0.0, scores)
 
 
-def keep(folder, *lines, image=IMAGE):
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    image.save(folder / "images" / "whole.png")
-    image.crop((64, 128, 128, 192)).save(folder / "images" / "crop.png")
-    image.resize((40, 30)).save(folder / "images" / "figure.png")
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "trajectories.jsonl").write_text(text)
+def keep(folder, *episodes):
+    write_trajectories(folder / EPISODES, *(zip(*episodes) if episodes else ((), ())))
     return folder
 
 
-LOOKED = turn(LOOK, 1.0, images=["images/crop.png"], boxes=[[64, 128, 128, 192]], sources=["crop"])
-ANSWERED = turn(ANSWER)
+LOOKED = episode(turn(LOOK, GOOD), turn(ANSWER), scores=(1.0,))
+GUESSED = episode(turn(ANSWER), sample=replace(SEARCH, id="three"))
 
 
-def worked_example(words="<think> hm</think>", id="two"):
+def worked_example(words="<think> hm</think>", **other):
     """One of each: a good look, an error and a picture that is no crop, and a guess."""
-    lettered = SAMPLE | {"id": id, "options": ["checker", "diagonal"], "kind": "neutral"}
-    error = {"error": "ValueError: outside", "red_lines": ["invalid_coords"]}
-    figure = {"text": "12\n", "images": ["images/figure.png"], "boxes": [None]}
-    figure |= {"sources": ["figure"], "notes": ["plt.show() was kept"]}
-    turns = [turn(f"{words}<code>\nif 1/0: 'no'  # no\n</code>", -1.0, **error)]
-    turns += [turn("<code>\nplot()\n</code>", **figure)]
-    wrong = {"answer": None, "correct": False, "look": "unfaithful", "failed": 1}
-    return [
-        episode(LOOKED, ANSWERED, look="faithful"),
-        episode(*turns, sample=lettered, **wrong),
-        episode(ANSWERED, sample=SAMPLE | {"id": "three"}),
-    ]
+    turns = turn(f"{words}<code>\nif 1/0: 'no'  # no\n</code>", TYPO), turn("", FIGURE)
+    lost = dict(sample=replace(NEUTRAL, **other), right=0.0, scores=(-1.0, None), answer=None)
+    return LOOKED, episode(*turns, **lost), GUESSED
 
 
 class Reader(HTMLParser):
@@ -110,47 +94,44 @@ def test_each_episode_is_a_film_strip(tmp_path):
     # The first image is there once, and again where the crop was looked at; units are its pixels.
     assert len(seen.all("image")) == 3 and len(seen.all("use", href="#p1")) == 1
     assert all(svg["viewbox"] == "0 0 256 256" for svg in seen.all("svg"))
-    where = {"x": "64", "y": "128", "width": "64", "height": "64", "class": "shown"}
+    where = {"x": "64", "y": "64", "width": "64", "height": "64", "class": "shown"}
     assert len(seen.all("rect", **where)) == 1
     assert len(seen.all("rect", **{"class": "target", "x": "76", "width": "44"})) == 4
     text = " ".join(seen.text.split())
-    for words in ("score 1", "crop, 64 x 64, 6% of the image: 64, 128, 128, 192",
-                  "✓ checker (reference: checker)", "✗ no answer", "ValueError: outside",
-                  "score -1, invalid_coords", "no verdict", "figure, 40 x 30", "0.667",
-                  "plt.show() was kept", "3 of 3 episodes",
-                  "20 tokens chosen by the policy, 40 shown to it"):  # fmt: skip
+    for words in ("score 1", "crop, 64 x 64, 6% of the image: 64, 64, 128, 128", "✗ no answer",
+                  "✓ checker (reference: checker)", "NameError: imag", "figure, 40 x 30",
+                  "score -1, sandbox_error", "no verdict", "it was kept", "0.667",
+                  "3 of 3 episodes", "20 tokens chosen by the policy, 40 shown to it"):  # fmt: skip
         assert words in text, words
-    bar = [(i["style"], i["class"]) for i in seen.all("i")[:5]]
-    runs = [(30, "read"), (10, "acted"), (5, "read"), (10, "acted"), (5, "read")]
-    assert bar == [(f"flex:{length} 0 0", name) for length, name in runs]
-    cells = [cell for cell, _ in seen.tags if cell in ("td", "th")]
-    assert cells == ["td", "th", "th", "td", "th", "td"]
+    bar = [(i["style"].split()[0], i["class"]) for i in seen.all("i")[:3]]
+    assert bar == [("flex:30", "read"), ("flex:10", "acted"), ("flex:5", "read")]
+    assert [tag for tag, _ in seen.tags if tag in ("td", "th")] == "td th th td th td".split()
 
 
 def test_a_look_is_marked_good_if_the_question_asks_for_it_and_no_verdict_is_no_fault(tmp_path):
-    samples, looks = (SAMPLE, SAMPLE | {"kind": "neutral"}), ("faithful", "unfaithful", "no tool")
-    lines = [episode(look=look, sample=sample) for sample in samples for look in looks]
-    lines += [episode(correct=correct) for correct in (False, None)]
-    file = report(keep(tmp_path, *lines), [])
+    looks = [((turn(LOOK, GOOD),), (1.0,)), ((turn(LOOK, WRONG),), (0.0,)), ((), ())]
+    kept = [episode(*turns, sample=sample, scores=scores, right=right) for turns, scores in looks
+            for sample, right in ((SEARCH, 0.0), (NEUTRAL, None))]  # fmt: skip
+    file = report(keep(tmp_path, *kept), [])
     marks = re.findall("([✓✗]) (faithful|unfaithful|no tool)", file.read_text())
-    assert "".join(mark for mark, _ in marks) == "✓✗✗✗✗✓✗✗"
+    assert "".join(mark for mark, _ in marks) == "✓✗✗✗✗✓"
     answers = [card["data-answer"] for card in read(file).all("article")]
-    assert answers == ["correct"] * 6 + ["wrong", "no verdict"]
+    assert answers == ["wrong", "no verdict"] * 3
 
 
 def test_no_episodes_make_a_page_that_says_so(tmp_path):
-    for folder in (tmp_path, keep(tmp_path)):
-        assert "0 of 0 episodes" in report(folder, []).read_text()
+    assert "0 of 0 episodes" in report(tmp_path, []).read_text()
+    assert "0 of 0 episodes" in report(keep(tmp_path), []).read_text()
 
 
 def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_path):
     one, two, three = worked_example()
-    keep(tmp_path / "a", one, two, two | {"answer": "the second play"}, three)
-    keep(tmp_path / "b", three, one | {"correct": False, "look": "unfaithful", "failed": 1})
+    again = replace(two[0], answer="the second play"), two[1]
+    other = episode(turn(LOOK, WRONG), turn("", TYPO), scores=(0.0, -1.0), right=0.0)
+    keep(tmp_path / "a", one, two, again, three)
+    keep(tmp_path / "b", three, other)
     runs = [f"{tmp_path}/{name}" for name in ("a/", "b", "no episodes")]
-    page = report_runs(tmp_path, runs, [["", "a", "b", "no episodes"]])
-    assert page == tmp_path / "report.html"
-    seen = read(page)
+    seen = read(report_runs(tmp_path, runs, [["", "a", "b", "no episodes"]]))
     first, second = seen.all("article")
     assert first["data-answer"] == "correct / wrong" and first["data-error"] == "none / some"
     assert first["data-look"] == "faithful / unfaithful" and first["data-kind"] == "search"
@@ -163,13 +144,10 @@ def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_pa
     assert "reference" in text and "the second play" not in text
 
 
-OLD = {name: value for name, value in episode().items() if name != "look"}
-
-
-@pytest.mark.parametrize("line, why", [({"sample": 1}, ""), (OLD, "no look; delete the file")])
-def test_a_line_that_is_no_episode_is_named(line, why, tmp_path):
-    keep(tmp_path, *worked_example(), line)
-    with pytest.raises(ValueError, match=rf"jsonl, line 4: expected an episode as evaluate.*{why}"):
+def test_a_line_from_before_the_look_was_written_is_named(tmp_path):
+    file = keep(tmp_path, *worked_example()) / EPISODES
+    file.write_text(file.read_text().replace('"look"', '"was"'))
+    with pytest.raises(ValueError, match="jsonl, line 1: expected an episode as evaluate.*no look"):
         report(tmp_path, [])
 
 
@@ -185,27 +163,24 @@ HOSTILE = [
 
 def everywhere(words):
     """One episode in which every text that comes from outside is `words`."""
-    sample = SAMPLE | dict.fromkeys(("id", "question", "answer", "kind"), words)
-    observation = {"images": ["images/whole.png"], "boxes": [None], "sources": [words]}
-    observation |= {"notes": [words], "red_lines": [words], "text": words, "error": words}
-    code = f"{words}<code>{words} # {words}</code>{words}"
-    turns = turn(code, 0.0, environment=words, **observation), turn(words)
-    sample, said = sample | {"options": [words, words]}, dict.fromkeys(("answer", "ended"), words)
-    return episode(*turns, sample=sample, look=words, **said, acted=[[True, 5], [False, 3]])
+    sample = replace(SEARCH, id=words, question=words, answer=words, options=(words, words))
+    seen = Observation(words, [IMAGE], [None], [words], words, notes=[words], red_lines=[words])
+    seen.environment = words
+    turns = turn(f"{words}<code>{words} # {words}</code>{words}", seen), turn(words)
+    t, reward = episode(*turns, sample=sample, scores=(0.0,), answer=words)
+    return replace(t, ended=words), reward
 
 
-@pytest.mark.parametrize("words", HOSTILE)
-def test_whatever_a_model_or_a_data_set_wrote_is_only_text(words, tmp_path):
-    def shown(words):
-        return read(report(keep(tmp_path, everywhere(words)), [["", words], [words, words]]))
+def test_whatever_a_model_or_a_data_set_wrote_is_only_text(tmp_path):
+    def shown(*told):
+        kept = keep(tmp_path, *map(everywhere, told))
+        return read(report(kept, [["", "SFT"], *([words, words] for words in told)]))
 
-    calm, seen = shown("harmless"), shown(words)
+    calm, seen = shown(*["harmless"] * len(HOSTILE)), shown(*HOSTILE)
     tags = [[(t, *a) for t, a in page.tags if t != "span"] for page in (calm, seen)]
     assert tags[0] == tags[1]  # spans colour words
-    if words.isprintable():
-        assert seen.text.count(words) == calm.text.count("harmless")  # and nothing is lost
-        data = ("data-kind", "data-look")
-        assert [seen.all("article")[0][name] for name in data] == [words] * 2
+    for words in filter(str.isprintable, HOSTILE):  # and nothing is lost
+        assert seen.text.count(words) == calm.text.count("harmless") / len(HOSTILE)
 
 
 def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
@@ -228,9 +203,9 @@ def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
 def test_episodes_with_photographs_stay_under_their_limit(tmp_path, monkeypatch):
     assert PAGE_LIMIT + 200_000 < 5_000_000  # with a figure
     monkeypatch.setattr(module, "PAGE_LIMIT", 450_000)
-    noise = np.random.default_rng(0).integers(0, 255, (200, 320, 3), np.uint8)
-    again = turn(LOOK, 1.0, images=["images/whole.png"], boxes=[[0, 0, 320, 200]], sources=["crop"])
-    keep(tmp_path, *[episode(again)] * 5, image=Image.fromarray(noise))  # compresses worst
+    sample = replace(SEARCH, image=NOISE)  # compresses worst
+    again = turn(LOOK, Observation(images=[NOISE], boxes=[(0, 0, *NOISE.size)], sources=["crop"]))
+    keep(tmp_path, *[episode(again, sample=sample, scores=(1.0,))] * 5)
     text = report(tmp_path, []).read_text()
     pictures = re.findall('"(data:image/.*?)"', text)
     assert "5 of 5 episodes" in text and len(pictures) == 10
@@ -249,7 +224,7 @@ def test_endless_texts_leave_later_episodes_out_and_the_page_says_so(tmp_path, m
 
 @pytest.mark.parametrize("budget", [200_000, 20_000, 4_000])
 def test_a_picture_fits_its_budget_and_keeps_its_shape(budget, tmp_path):
-    IMAGE.resize((800, 400)).save(tmp_path / "wide.png")
+    NOISE.resize((800, 400)).save(tmp_path / "wide.png")
     width, height, url = picture(tmp_path / "wide.png", budget)
     assert (width, height) == (800, 400) and len(url) <= budget
     image = Image.open(io.BytesIO(base64.b64decode(url.split(",")[1])))
@@ -325,34 +300,31 @@ def browser(tmp_path_factory):
 
 
 PROBE = """(() => {
+const all = (selector, of) => [...document.querySelectorAll(selector)].map(of), result = {};
+const box = e => e.getBoundingClientRect(), style = e => getComputedStyle(e);
+result.width = Math.max(...all("body *", e => box(e).right));
+result.bar = all("section:first-of-type .bar i", i => box(i).width).slice(0, 5);
+result.colors = all(".bar i", i => style(i).backgroundColor).slice(0, 3);
+result.lines = all("article:first-of-type rect", r => style(r).stroke).slice(0, 6);
+result.words = ["k", "mi", "s1", "c1"].map(name => all(`#t2 pre .${name}`, e => style(e).color)[0]);
+result.filters = all("select", s => [s.name, ...[...s.options].map(option => option.text)]);
 const press = (key, more = {}, on = document.body) => {
   on.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, ...more}));
   return document.activeElement.id;
 };
-const all = (selector, of) => [...document.querySelectorAll(selector)].map(of), result = {};
-result.width = Math.max(...all("body *", e => e.getBoundingClientRect().right));
-result.bar = all("section:first-of-type .bar i", i => i.getBoundingClientRect().width).slice(0, 5);
-result.colors = all(".bar i", i => getComputedStyle(i).backgroundColor).slice(0, 3);
-result.lines = all("article:first-of-type rect", r => getComputedStyle(r).stroke).slice(0, 6);
-result.code = getComputedStyle(document.querySelector("pre")).whiteSpaceCollapse;
-result.words = ["", ".k", ".mi", ".s1", ".c1"].map(
-  name => getComputedStyle(document.querySelector(`#t2 pre${name && " " + name}`)).color);
-const choose = name => document.querySelector(`select[name=${name}]`);
-result.filters = all("select", s => [s.name, ...[...s.options].map(option => option.text)]);
-const pressed = ["k", "j", "j", "k", "ArrowRight", "ArrowRight", "j", "ArrowLeft"];
-result.keys = pressed.map(key => press(key));
-result.quiet = [press("k", {ctrlKey: true}), press("k", {metaKey: true}),
-  press("k", {}, choose("look"))];
 const only = (name, text) => {
-  choose(name).selectedIndex = [...choose(name).options].findIndex(option => option.text == text);
-  choose(name).dispatchEvent(new Event("change", {bubbles: true}));
+  const select = document.querySelector(`select[name=${name}]`);
+  select.selectedIndex = [...select.options].findIndex(option => option.text == text);
+  select.dispatchEvent(new Event("change", {bubbles: true}));
   return all("article:not([hidden])", card => card.id);
 };
+const keys = ["k", "j", "j", "k", "ArrowRight", "ArrowRight", "j", "ArrowLeft"];
+result.keys = keys.map(key => press(key));
+result.quiet = [press("k", {ctrlKey: true}), press("k", {metaKey: true}),
+  press("k", {}, document.querySelector("select"))];
 result.shown = [only("answer", "wrong"), only("answer", "correct")];
-press("k");
-result.next = press("j");  // past the one that is hidden
-const y = document.activeElement.getBoundingClientRect().top;
-result.seen = 0 <= y && y < innerHeight;
+result.next = [press("k"), press("j")];  // past the one that is hidden
+result.seen = 0 <= box(document.activeElement).top && box(document.activeElement).top < innerHeight;
 result.shown.push(only("look", "faithful"), only("look", "all"), only("answer", "all"));
 return result;
 })()"""
@@ -365,9 +337,8 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     browser, width, film, scheme, tmp_path
 ):
     long = "a_name_that_is_much_too_long_for_a_phone_" * 4
-    lines = worked_example(f"<think>{long}</think><code>\n{long}()\n</code>", id=long)
-    lines[1]["sample"]["question"] = long
-    keep(tmp_path, *lines)
+    words = f"<think>{long}</think><code>\n{long}()\n</code>"
+    keep(tmp_path, *worked_example(words, id=long, question=long))
     Image.new("RGB", (720, 600), "white").save(tmp_path / "curves.png")
     table = [["", "SFT", long], ["questions", "3", "3"], ["accuracy", "", "0.500"]]
     file = report(tmp_path, table, ["curves.png"])
@@ -383,19 +354,16 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     assert shown_to_it == again != chosen
     white, black, blue = "rgb(255, 255, 255)", "rgb(0, 0, 0)", "rgb(0, 114, 178)"
     assert result["lines"] == [white, black, white, black, white, blue]  # a rim, then the line
-    assert result["code"] == "preserve"
-    text, keyword, number, string, comment = result["words"]
-    assert len({text, keyword, number, comment}) == 4 and number == string
-    assert result["filters"] == [
-        ["answer", "all", "correct", "wrong"],
-        ["look", "all", "faithful", "no tool", "unfaithful"],
-        ["kind", "all", "neutral", "search"],
-        ["error", "all", "none", "some"],
-    ]
+    keyword, number, string, comment = result["words"]
+    assert len({keyword, number, comment}) == 3 and number == string
+    assert [" ".join(names) for names in result["filters"]] == [
+        "answer all correct wrong", "look all faithful no tool unfaithful",
+        "kind all neutral search", "error all none some",
+    ]  # fmt: skip
     assert result["keys"] == ["t1", "t2", "t3", "t2", "t3", "t3", "t3", "t2"]
     assert result["quiet"] == ["t2"] * 3
     assert result["shown"] == [["t2"], ["t1", "t3"], ["t1"], ["t1", "t3"], ["t1", "t2", "t3"]]
-    assert result["next"] == "t3" and result["seen"]
+    assert result["next"] == ["t1", "t3"] and result["seen"]
 
 
 def test_runs_stand_side_by_side_on_a_screen_and_below_each_other_on_a_phone(browser, tmp_path):
