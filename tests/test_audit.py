@@ -7,18 +7,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from PIL import Image
+from conftest import GOOD, SEARCH
 
 import beyond.audit
 import evaluate
-from beyond.audit import NOTHING, audit, kappa, looks
-from data import Sample, toy_questions
+from beyond.audit import NOTHING, audit, kappa, looks, where_it_stands
+from data import toy_questions
 from rewards import BoxJudge, Lambdas, crop, hand_made, tapo
-
-IMAGE = Image.linear_gradient("L").convert("RGB")  # 256 x 256: a row has one grey
-SAMPLE = Sample("s1", IMAGE, "Which texture is on it ?", "checker", boxes=((76, 76, 120, 120),))
-GOOD = crop(SAMPLE, (64, 64, 128, 128))
-
 
 @pytest.fixture(scope="module")
 def toy():
@@ -40,7 +35,7 @@ def rows(text):
 
 
 def test_where_degenerate_policies_look():
-    found = looks(SAMPLE, random.Random(0))
+    found = looks(SEARCH, random.Random(0))
     boxes = {name: seen.boxes[0] for name, seen in found.items()}
     assert boxes["whole image"] == (0, 0, 256, 256)
     assert boxes["centre crop"] == (84, 84, 172, 172)  # of the size of the target and half of it
@@ -48,7 +43,7 @@ def test_where_degenerate_policies_look():
     assert boxes["target, 50 % margin"] == (54, 54, 142, 142)
     assert boxes["target, 100 % margin"] == (32, 32, 164, 164)
     assert found["random crop"].images[0].size == (88, 88)
-    tiny = replace(SAMPLE, boxes=((250, 9, 256, 12),))
+    tiny = replace(SEARCH, boxes=((250, 9, 256, 12),))
     assert looks(tiny, random.Random(0))["target's box"].boxes == [(228, 0, 256, 28)]
 
 
@@ -59,8 +54,8 @@ def test_the_box_judge_gives_the_exact_rows_and_is_usable(toy):
         assert got[name][2:] == ["0.00", "0.00"], name
     for name in ("target's box", "target, 50 % margin"):
         assert got[name][2:] == ["1.00", "1.00"], name
-    wide = float(got["target, 100 % margin"][2])  # 120 to 144 pixels: about a half, by its focus
-    assert 0.3 <= wide <= 0.6 and got["target, 100 % margin"][3] == "1.00"
+    wide, in_view = map(float, got["target, 100 % margin"][2:])
+    assert 0.3 <= wide <= 0.6 and in_view == 1  # 120 to 144 pixels: about a half, by its focus
     assert "usable, as far as these go" in text and "UNUSABLE" not in text
 
 
@@ -99,44 +94,27 @@ def test_no_verdicts_are_counted_beside_the_others(toy):
     assert rows(audit(toy, lambda *asked: next(deaf)))["random crop"][:2] == ["12", "6"]
 
 
-def test_tenths_of_the_steps_where_all_areas_differ(toy):
-    sizes = [(0, 0, 32, 32 + i) for i in range(1, 41)]
-    many = [hand_made(SAMPLE, crop(SAMPLE, box), answer="checker") for box in sizes]
-    parts = [line.split("|")[2] for line in audit(many, BoxJudge()).splitlines() if " to 0" in line]
-    assert [int(n) for n in parts] == [4] * 10
-
-
 def test_an_audit_needs_boxes():
-    blind = [hand_made(replace(SAMPLE, boxes=()), GOOD, answer="checker")]
+    blind = [hand_made(replace(SEARCH, boxes=()), GOOD, answer="checker")]
     with pytest.raises(ValueError, match="search questions with boxes"):
         audit(blind, BoxJudge())
 
 
 def test_the_command_line_reads_stored_trajectories(toy, tmp_path, capsys, monkeypatch):
-    told = tapo(toy[:9], BoxJudge(), Lambdas(), random.Random(0))
-    evaluate.write_trajectories(tmp_path / evaluate.EPISODES, toy[:9], told)
-    beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl")])
+    told, asked, file = tapo(toy[:9], BoxJudge(), Lambdas(), random.Random(0)), [], tmp_path / "x"
+    evaluate.write_trajectories(file, toy[:9], told)
+    beyond.audit.main(["--audit", str(file)])
     assert "3 questions" in capsys.readouterr().out
-    asked = []
-
-    def served(*where, **more):
-        asked.append((*where, more))
-        return lambda request, labels: 1.0
-
-    monkeypatch.setattr(beyond.audit, "ChatJudge", served)
+    kind = lambda *where, **more: asked.extend([where, more]) or (lambda *one: 1.0)  # noqa: E731
+    monkeypatch.setattr(beyond.audit, "ChatJudge", kind)
     words = "--judge http://h/v1 --judge-model m --prompt evaluation".split()
-    beyond.audit.main(["--audit", str(tmp_path / "trajectories.jsonl"), *words])
+    beyond.audit.main(["--audit", str(file), *words])
     assert "UNUSABLE" in capsys.readouterr().out
-    assert asked == [("http://h/v1", "m", {"prompt": "evaluation", "max_tokens": 2048})]
-    with pytest.raises(SystemExit):
-        beyond.audit.main(["--audit", str(tmp_path / "missing.jsonl")])
-    assert "missing.jsonl" in capsys.readouterr().err
+    assert asked == [("http://h/v1", "m"), {"prompt": "evaluation", "max_tokens": 2048}]
 
 
 def test_misses_and_false_alarms_by_hand():
     seen = [(0.1, score, True) for score in (1.0, 0.5, 1.0, 0.0)]
-    empty = [(0.1, score, False) for score in (0.0, 1.0)]
-    told = beyond.audit.where_it_stands(seen + empty)
+    told = where_it_stands([*seen, (0.1, 0.0, False), (0.1, 1.0, False)])
     assert told.startswith("it misses 0.25 of the evidence and credits 0.50 of what is none")
-    assert "contrast of 0.25." in told
-    assert "not known" in beyond.audit.where_it_stands(seen)
+    assert "contrast of 0.25." in told and "not known" in where_it_stands(seen)

@@ -41,14 +41,6 @@ def test_the_first_right_and_faithful_episode_is_drawn_as_a_film_strip(policy, t
     assert (two / "new" / "film.png").read_bytes() == (two / "film.png").read_bytes()
 
 
-def test_what_cannot_be_drawn_is_refused_in_a_sentence(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["--film", "none"])
-    message = "No such file or directory: 'none/trajectories.jsonl'"
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
 def test_a_dollar_begins_no_formula_and_an_episode_may_be_without_a_token(tmp_path):
     (sample,) = toy_questions(1, seed="film")
     odd = replace(sample, question="$\\x$ ^ {", options=("$", "\\frac{", "%"))

@@ -58,10 +58,8 @@ def test_help_shows_default_source_preset_and_doors(capsys):
     ("--share 1.5", "--share: expected a finite number, least 0, most 1; got 1.5"),
     ("--free nan", "--free: expected a finite number; got nan"),
     ("--free inf", "--free: expected a finite number; got inf"),
-    ("--turns many", "argument --turns: invalid int value: 'many'"),
-    ("--preset huge", "invalid choice: 'huge'"),
-    ("--turn 3", "unrecognized arguments: --turn"),
-    ("--pre small", "unrecognized arguments: --pre"),
+    ("--turns many", "--turns: invalid int"), ("--preset huge", "invalid choice: 'huge'"),
+    ("--turn 3", "arguments: --turn"), ("--pre small", "arguments: --pre"),  # no abbreviations
 ])  # fmt: skip
 def test_what_is_not_allowed_is_told_with_its_flag(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -76,26 +74,22 @@ def test_what_is_not_allowed_is_told_with_its_flag(words, message, capsys):
     (dict(turns=1.0), "--turns: expected a value like 5, got 1.0"),
     (dict(rate="1"), "--rate: expected a value like 1e-05, got '1'"),
     (dict(quick_look=1), "--quick-look: expected a value like False, got 1"),
-    (dict(share=-1), "--share: expected a finite number, least 0, most 1; got -1"),
 ])  # fmt: skip
-def test_values_from_a_file_are_held_to_types_and_bounds(values, message):
-    with pytest.raises(ValueError) as error:
+def test_values_from_a_file_are_held_to_the_types_of_the_defaults(values, message):
+    with pytest.raises(ValueError, match=message):
         checked(Options(**values))
-    assert str(error.value) == message
     assert checked(Options(rate=1)).rate == 1  # a whole number will do for a float
 
 
 @pytest.mark.parametrize("error, kinds, ends", [
-    (FileNotFoundError("no such folder: x"), (), True),
-    (KeyError("a fault of ours"), (), False),
+    (FileNotFoundError("no such folder: x"), (), True), (KeyError("a fault of ours"), (), False),
     (KeyError("of the kind that was named"), (KeyError,), True),
     (ValueError("a fault of ours"), (KeyError,), False),
 ])  # fmt: skip
 def test_an_error_that_the_user_can_mend_is_one_line(error, kinds, ends, capsys):
-    with pytest.raises(SystemExit if ends else type(error)) as stopped, refusals(*kinds):
+    with pytest.raises(SystemExit if ends else type(error)), refusals(*kinds):
         raise error
-    if ends:
-        assert stopped.value.code == 2 and f"error: {error}\n" in capsys.readouterr().err
+    assert (f"error: {error}\n" in capsys.readouterr().err) is ends
 
 
 @pytest.mark.parametrize("words", [["--film", "x"], ["--out", "y", "--film=x"]])

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import IMAGE, SEARCH, TYPO
 from PIL import Image
 
-import evaluate
 import beyond.judges
+import evaluate
 from beyond.judges import COLUMNS, KINDS, PARTS, Greedy, Job, NoisyJudge, named, shown, study_tables
-from data import Sample
 from kit.flags import parse
 from kit.perturbations import PERTURBATIONS
 from rewards import BoxJudge, Lambdas, crop, hand_made, judge_input, reward_named
@@ -20,12 +20,10 @@ from sandbox import Observation
 from train import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
-IMAGE = Image.linear_gradient("L").convert("RGB")  # 256 x 256
-RED = Sample("s", IMAGE, "Which texture is on the red square ?", "x", boxes=((76, 76, 120, 120),))
-BLUE = replace(RED, question="Which texture is on the blue square ?")
+RED, BLUE = (replace(SEARCH, question=f"Which texture is on the {color} square ?", answer="x")
+             for color in ("red", "blue"))  # fmt: skip
 RIGHT, WRONG, WIDE, A1 = (64, 64, 128, 128), (128, 0, 192, 64), (0, 0, 192, 192), (0, 0, 64, 64)
-WHOLE = crop(RED, (0, 0, 256, 256), red_lines=["no_op"])
-TYPO = Observation(error="NameError", red_lines=["sandbox_error"])
+WHOLE = crop(RED, (0, 0, *IMAGE.size), red_lines=["no_op"])
 
 
 def said(judge, box, sample=RED):
@@ -89,15 +87,15 @@ def test_an_error_is_a_reward_by_its_name():
             reward_named(f"beyond.judges.{name}")
 
 
-def test_tapo_without_one_of_its_parts():
-    right, wrong = crop(RED, RIGHT), crop(RED, WRONG)
-    assert paid("added", right, right).tools == 2.0
-    assert paid("unpunished", wrong, TYPO, WHOLE).tools == 0.0
-    assert paid("unpunished", right, TYPO).tools == 0.5
-    assert paid("whole", WHOLE).tools == 1.0 and paid("whole", right).tools == 1.0
-    assert paid("whole", right, WHOLE).tools == 0.0  # shown again, it is a red line
-    assert paid("whole", TYPO, WHOLE).tools == 0.0
-    assert paid("whole", wrong).tools < 0
+@pytest.mark.parametrize("part, shown, tools", [
+    ("added", (RIGHT, RIGHT), 2.0),
+    ("unpunished", (WRONG, TYPO, WHOLE), 0.0), ("unpunished", (RIGHT, TYPO), 0.5),
+    ("whole", (WHOLE,), 1.0), ("whole", (RIGHT,), 1.0), ("whole", (WRONG,), -2.5 / 16),
+    ("whole", (RIGHT, WHOLE), 0.0), ("whole", (TYPO, WHOLE), 0.0),  # shown again: a red line
+])  # fmt: skip
+def test_tapo_without_one_of_its_parts(part, shown, tools):
+    seen = [crop(RED, box) if isinstance(box, tuple) else box for box in shown]
+    assert paid(part, *seen).tools == tools
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -127,13 +125,13 @@ def test_every_run_of_the_study_is_a_command_and_begins_after_its_start(
 
 
 def ended(study, job, **metrics):
+    (folder := study / job.name).mkdir()
     own = dict.fromkeys(COLUMNS, 0.5) | metrics
-    (study / job.name).mkdir()
-    (study / job.name / "summary.json").write_text(json.dumps({"stages": {"rl": own}}))
+    (folder / "summary.json").write_text(json.dumps({"stages": {"rl": own}}))
     lines = [{"stage": "rl", "step": 20}, {"stage": "evaluation", "step": 20} | own]
-    (study / job.name / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
     looks = [("red", "faithful", A1), ("red", "no tool", None), ("blue", "faithful", WIDE)]
-    with open(study / job.name / "trajectories.jsonl", "w") as file:
+    with open(folder / "trajectories.jsonl", "w") as file:
         for color, look, box in looks:
             sample = {"kind": "search", "question": f"Which texture is on the {color} square ?"}
             steps = [{"observation": box and {"boxes": [box, None, box]}}, {"observation": None}]
@@ -152,17 +150,18 @@ def test_the_tables_and_the_figure_show_what_has_ended(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps({"perturb": lied}))
     tables = study_tables(quick=False)
-    text = shown(tmp_path, tables).splitlines()
-    assert all(f"{title}:" in text for title in tables)
-    (line,) = (line for line in text if line.startswith("| **TAPO** | 2 |"))
-    assert "| 0.65 (0.60–0.70) | 0.50" in line
-    assert line.endswith(" | 0.90 (0.90–0.90) | 0.50 (0.50–0.50) |")
-    (line,) = (line for line in text if line.startswith("| `crop_50_0` | 1 | 0.20 |"))
-    assert line.endswith("|  | 0.50 |  |  |")
-    assert "| **TAPO** | 20 | 0.65 (0.60–0.70) | 0.50 (0.50–0.50) | 0.50 (0.50–0.50) |" in text
-    assert "| tapo | 0.50 | 1.00 | 1.00 | 0.00 | 0.50 |" in text  # half of the crops twice
-    assert "| tapo | 4 | 0.00 | 0.25 | 0.50 | 0.75 | 1.00 |" in text
-    assert "| accuracy | 0 |  |  |  |  |  |" in text  # it called no tool
+    text = shown(tmp_path, tables)
+    half = "0.50 (0.50–0.50) | "
+    for line in (
+        *(f"{title}:" for title in tables),
+        f"| **TAPO** | 2 | 0.65 (0.60–0.70) | {half * 6}0.90 (0.90–0.90) | {half}",
+        "| `crop_50_0` | 1 | 0.20 | 0.50 | 0.50 | 0.50 | 0.50 |  | 0.50 |  |  |",
+        f"| **TAPO** | 20 | 0.65 (0.60–0.70) | {half * 2}",
+        "| tapo | 0.50 | 1.00 | 1.00 | 0.00 | 0.50 |",  # half of the crops twice
+        "| tapo | 4 | 0.00 | 0.25 | 0.50 | 0.75 | 1.00 |",
+        "| accuracy | 0 |  |  |  |  |  |",  # it called no tool
+    ):
+        assert line.strip() in text.splitlines()
     assert json.loads((tmp_path / "judges.json").read_text())["tapo-guessing-0"]["faithful"] == 0.7
     drawn = Image.open(tmp_path / "judges.png").convert("RGB")
     shades = {color for _, color in drawn.getcolors(1 << 24)}

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import beyond.zoo
 from beyond.rivals import RIVALS
-from beyond.zoo import act_out, blind_score, zoo
+from beyond.zoo import act_out, blind_score, zoo, zoo_table
 from data import CELL, SIDES, SIZE, draw_scene
 from kit.boxes import area
 from rewards import REWARDS, BoxJudge, Lambdas, score
@@ -23,11 +22,11 @@ def played():
     return zoo()
 
 
-def paid(played, name, reward="tapo"):
-    """What a design pays for it among seven direct answers, four of them right."""
+def paid(played, name):
+    """What TAPO pays for it among seven direct answers, four of them right."""
     guess = played["a guess"]
     group = [played[name], *[guess] * 4, *[act_out(guess.sample, ["<answer>no</answer>"])] * 3]
-    return score([group], reward, BoxJudge(), Lambdas(), random.Random(0))[0][0]
+    return score([group], "tapo", BoxJudge(), Lambdas(), random.Random(0))[0][0]
 
 
 def shown(played, name):
@@ -37,9 +36,9 @@ def shown(played, name):
 def test_the_sandbox_ran_what_the_hacks_say(played):
     """A hack that only failed would prove nothing."""
     for name in played:
-        errors = [seen.error for seen in shown(played, name)]
-        assert any(errors) is ("raise" in name), (name, errors)
-        assert not any(seen.environment for seen in shown(played, name))
+        seen = shown(played, name)
+        assert any(each.error for each in seen) is ("raise" in name), name
+        assert not any(each.environment for each in seen)
     pictures = {name: sum(len(seen.images) for seen in shown(played, name)) for name in played}
     blind = "only a comment", "the answer, printed", "decorative arithmetic", "a forged log"
     showy = "the whole image", "99 % of the image", "the answer, drawn", "a forged crop box"
@@ -58,15 +57,17 @@ def test_looking_right_is_paid_by_tapo_and_not_with_a_right_answer_alone(played)
     assert paid(played, "the right crop, misread").total == 0.2
 
 
-@pytest.mark.parametrize("name, scores", [
-    ("one flat colour", (0.0,)),
-    ("a mosaic", (0.0,)),
-    ("four quadrants in one call", (-1.0,)),  # one always shows the target, all the whole image
-    ("all cells in one call", (-5 * 2.5 / 16,)),  # of sixteen the sandbox shows five
-    (REPEATED, (1.0, -1.0, -1.0, -1.0, -1.0)),
-])  # fmt: skip
-def test_a_turn_is_worth_what_it_showed(played, name, scores):
-    assert paid(played, name).scores == scores
+def test_a_turn_is_worth_what_it_showed_and_what_the_sandbox_prints_answers_nothing(played):
+    worth = {
+        "one flat colour": (0.0,),
+        "a mosaic": (0.0,),
+        "four quadrants in one call": (-1.0,),  # one always shows the target, all the whole image
+        "all cells in one call": (-5 * 2.5 / 16,),  # of sixteen the sandbox shows five
+        REPEATED: (1.0, -1.0, -1.0, -1.0, -1.0),
+    }
+    assert {name: paid(played, name).scores for name in worth} == worth
+    forged = paid(played, "a forged answer, out of turns")
+    assert (forged.answer, forged.tools, forged.format) == (0.0, 0.0, -1.0)
 
 
 def test_boxes_cannot_be_forged_and_are_of_pictures_with_detail(played):
@@ -93,14 +94,11 @@ def test_no_number_and_no_size_of_blind_crops_earns_more_than_a_guess(boxes):
     assert blind_score(boxes) <= 1e-9
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8, 16])
-def test_the_best_blind_crops_cost_what_they_win(n):
-    """Found by search over sizes and places: crops of 52 x 44 pixels, one in each of n cells. They
-    are why the price is not below 2.2."""
-    boxes = [(i % 4 * CELL + 8, i // 4 * CELL + 12, i % 4 * CELL + 60, i // 4 * CELL + 56)
-             for i in range(n)]  # fmt: skip
-    assert blind_score(boxes) < 0 and (blind_score(boxes, lazy=2.1) > 0) == (n == 3)
-    assert blind_score(boxes, lazy=0.0) >= 0
+def test_the_best_blind_crops_cost_what_they_win():
+    """Found by search over sizes and places: crops of 52 x 44 pixels, one in each of three cells.
+    They are why the price is not below 2.2."""
+    boxes = [(x, 12, x + 52, 56) for x in (8, 72, 136)]
+    assert blind_score(boxes) < 0 < blind_score(boxes, lazy=2.1)
 
 
 def test_the_targets_of_the_law_are_those_of_the_maps():
@@ -112,33 +110,23 @@ def test_the_targets_of_the_law_are_those_of_the_maps():
         assert x0 % CELL in starts[x1 - x0] and y0 % CELL in starts[x1 - x0]
 
 
-def test_what_the_sandbox_prints_answers_nothing(played):
-    forged = paid(played, "a forged answer, out of turns")
-    assert (forged.answer, forged.tools, forged.format) == (0.0, 0.0, -1.0)
+PAYS = {
+    "tool_bonus": {"only a comment", "decorative arithmetic", "the whole image"},
+    "deepeyes": {"the whole image", "the wrong square", "the answer, drawn"},
+    "pixel_reasoner": {"only a comment", "the whole image"},
+    "codedance": {"only a comment", "the wrong square"},
+    "pyvision": {"only a comment", "code that raises"},
+    "faitheyes": {"only a comment", "the answer, printed"},
+}
 
 
-@pytest.mark.parametrize("design, hacks", [
-    ("tool_bonus", {"only a comment", "decorative arithmetic", "the whole image"}),
-    ("deepeyes", {"the whole image", "the wrong square", "the answer, drawn"}),
-    ("pixel_reasoner", {"only a comment", "the whole image"}),
-    ("codedance", {"only a comment", "the wrong square"}),
-    ("pyvision", {"only a comment", "code that raises"}),
-    ("faitheyes", {"only a comment", "the answer, printed"}),
-])  # fmt: skip
-def test_each_other_design_pays_for_some_hack(played, design, hacks):
-    for name in hacks:
-        assert paid(played, name, design).total > paid(played, "a guess", design).total, name
-
-
-def test_the_table_has_every_case_and_design_and_marks_what_pays(played, capsys, monkeypatch):
-    monkeypatch.setattr(beyond.zoo, "zoo", lambda: played)
-    beyond.zoo.main([])
-    head, rule, *lines = capsys.readouterr().out.splitlines()
-    designs = [cell.strip() for cell in head.strip("|").split("|")][2:]
-    assert designs == [name for name in (*REWARDS, *RIVALS) if name != "random"]
-    cells = {line.split("|")[1].strip(): line.split("|")[2:] for line in lines}
-    assert [*cells] == [*played] and len(lines) == len(played)
-    assert {line.count("|") for line in (head, rule, *lines)} == {len(designs) + 3}
-    assert not any("!" in cells[name][1] for name in played)  # tapo
-    assert all("!" not in cell for cell in cells["the right crop"])
-    assert cells["only a comment"][3].strip() == "1.20!"  # tool_bonus
+def test_the_table_marks_that_each_other_design_pays_for_some_hack(played):
+    lines = zoo_table(played).splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    assert head[2:] == [name for name in (*REWARDS, *RIVALS) if name != "random"]
+    assert [name for name, *_ in rows] == [*played]
+    marked = {design: {row[0] for row in rows if row[i].endswith("!")}
+              for i, design in enumerate(head[2:], start=2)}  # fmt: skip
+    assert not marked["tapo"] and "the right crop" not in set().union(*marked.values())
+    assert all(marked[design] >= hacks for design, hacks in PAYS.items())
+    assert dict(zip(head, rows[[*played].index("only a comment")]))["tool_bonus"] == "1.20!"
