@@ -133,7 +133,7 @@ def __getattr__(name: str) -> GroupReward:
 @dataclass(frozen=True)
 class Greedy:
     """What stands for a run in which the model that a job ends with plays greedily, as the paper's
-    does, and is lied to if its seed is 0."""
+    does; after the default habit, with seed 0, it is lied to as well."""
 
     start: Job
     world: str = ""  # its questions are no run's
@@ -145,7 +145,7 @@ class Greedy:
     def command(self, study: Path) -> list[str]:
         model = study / self.start.name / ("sft" if self.start.reward == "sft" else "rl")
         flags = {"--model": model, "--limit": 512, "--out": study / self.name}
-        flags["--perturb"] = "none" if self.start.seed else "all"
+        flags["--perturb"] = "none" if self.start.seed or "--habit" in self.start.more else "all"
         return ["evaluate.py", *(str(word) for pair in flags.items() for word in pair)]
 
 

@@ -117,7 +117,7 @@ def test_every_run_of_the_study_is_a_command_and_begins_after_its_start(
         if isinstance(job, Greedy):
             options = parse(evaluate.Options, argv)
             assert file == "evaluate.py" and options.temperature is None
-            assert (options.perturb == "all") == (job.start.seed == 0)
+            assert (options.perturb == "all") == (not job.start.seed and "habit" not in job.name)
         else:
             assert file == "train.py" and parse_config(argv).out == f"{tmp_path / job.name}"
     kinds = {job.name.split("-")[0].split("_")[0] for job in asked}
