@@ -35,20 +35,17 @@ def known(reward):
 rewards = st.lists(st.sampled_from([-0.4, 0.0, 0.2, 1.0, 1.2]), min_size=4, max_size=4)
 
 
-@given(rewards, rewards, st.permutations(range(4)), st.integers(-3, 3), st.floats(0.005, 20))
-@example([0.0, 0.0, 0.0, 0.2], [0.0] * 4, [3, 2, 1, 0], 0, 0.005)  # a thousandth is a difference
-def test_advantages_sum_to_0_grow_with_R_and_know_only_differences_within_the_group(
-    R, other, order, c, scale
-):
-    R = torch.tensor([R, other])
-    for advantage in ADVANTAGES.values():
-        A = advantage(R, known(R))
-        torch.testing.assert_close(A.sum(-1), torch.zeros(2), rtol=0, atol=1e-5)
-        torch.testing.assert_close(advantage(R + c, known(R)), A)
-        torch.testing.assert_close(advantage(R[:, order], known(R)), A[:, order])
-        torch.testing.assert_close(advantage(R[:1], known(R[:1])), A[:1])
-    A, scaled = (advantage_mean(by * R, known(R)) for by in (1.0, scale))
-    torch.testing.assert_close(scaled, scale * A)
+@given(rewards, rewards, st.floats(0.005, 20))
+@example([0.0, 0.0, 0.0, 0.2], [0.0] * 4, 0.005)  # a thousandth is a difference
+def test_advantages_agree_with_plain_floats(R, other, scale):
+    """Whatever the group beside them, and however small the rewards."""
+    R = [scale * r for r in R]
+    gaps, both = [r - sum(R) / 4 for r in R], torch.tensor([R, other])
+    deviation = math.sqrt(sum(gap**2 for gap in gaps) / 3)
+    divided = [gap / (deviation + 1e-4) for gap in gaps]
+    for advantage, expected in ((advantage_mean, gaps), (advantage_std, divided)):
+        found = advantage(both, known(both))[0].tolist()
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 @given(st.floats(-2, 2, width=32), st.integers(2, 9))
@@ -68,15 +65,6 @@ def test_no_verdict_leaves_the_baseline_and_gets_zero(R, verdict):
         if verdict.any():
             rest = R[verdict][None]
             torch.testing.assert_close(A[verdict][None], advantage(rest, known(rest)))
-
-
-@given(rewards)
-def test_advantages_agree_with_plain_floats(R):
-    gaps, reward = [r - sum(R) / 4 for r in R], torch.tensor([R])
-    deviation = math.sqrt(sum(gap**2 for gap in gaps) / 3)
-    assert advantage_mean(reward, known(reward))[0].tolist() == pytest.approx(gaps, abs=1e-6)
-    divided = [gap / (deviation + 1e-4) for gap in gaps]
-    assert advantage_std(reward, known(reward))[0].tolist() == pytest.approx(divided, abs=1e-4)
 
 
 # --- the objective, token by token -----------------------------------------------------------
@@ -105,18 +93,13 @@ def test_clip_worked_cases(A, gain):
     assert found.tolist() == pytest.approx(gain)
 
 
-@given(logps, logps)
-def test_k3_is_never_negative_and_zero_at_equality(new, ref):
-    kl = kl_k3(torch.tensor(new), torch.tensor(ref)).item()
-    assert kl >= -1e-6
-    assert kl == pytest.approx(math.exp(ref - new) - (ref - new) - 1, rel=1e-3, abs=1e-5)
-    assert kl_k3(torch.tensor(new), torch.tensor(new)).item() == 0
-
-
-def test_k3_averages_to_the_kl_divergence():
-    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
-    expected = (p * (p / q).log()).sum()
-    torch.testing.assert_close((p * kl_k3(p.log(), q.log())).sum(), expected)
+@given(st.lists(st.tuples(logps, logps), min_size=2, max_size=5))
+def test_k3_averages_to_the_kl_divergence(pairs):
+    """And no token's share is negative, nor anything but 0 at equality."""
+    p, q = torch.tensor(pairs).T.log_softmax(-1)
+    kl, divergence = kl_k3(p, q), (p.exp() * (p - q)).sum()
+    torch.testing.assert_close((p.exp() * kl).sum(), divergence, rtol=1e-4, atol=1e-5)
+    assert kl.min() >= -1e-6 and kl_k3(p, p).eq(0).all()
 
 
 def test_as_a_loss_k3_pulls_like_the_divergence_of_the_reference_from_the_policy():
@@ -261,7 +244,10 @@ def test_first_step_loss_is_zero_but_its_gradient_is_not(policy, played):
     report = step(policy, same, torch.tensor([1.0, -1, 0, 1, -1, 0]), beta=0.0)
     assert report["loss"] == pytest.approx(0, abs=1e-6)
     report, gradient = a_step(policy, played, A6, beta=0.0)
-    assert report["clip_fraction"] == 0 and gradient.norm() > 1e-3
+    assert report["clip_fraction"] == 0 and report["grad_norm"] > 1e-3
+    limit = report["grad_norm"] / 3  # a clipped gradient keeps its direction
+    shorter = a_step(policy, played, A6, beta=0.0, max_grad_norm=limit)[1]
+    assert (3 * shorter - gradient).norm() <= 1e-4 * gradient.norm()
 
 
 def test_kl_to_itself_is_zero_at_any_temperature(policy, played):
@@ -341,16 +327,6 @@ def test_without_advantages_a_step_is_the_gradient_of_beta_kl(policy, played, re
     pull = gradient_of(policy)
     report, gradient = a_step(policy, played, torch.zeros(6), reference, beta=0.1)
     assert report["kl"] > 0.001 and (gradient - pull).norm() / pull.norm() <= 1e-5
-
-
-def test_a_gradient_is_clipped_to_its_limit_and_never_stretched(policy, played):
-    gradient = a_step(policy, played, A6, beta=0.0)[1]
-    norm = gradient.norm().item()
-    for limit in (norm / 3, norm, 3 * norm):
-        report, clipped = a_step(policy, played, A6, beta=0.0, max_grad_norm=limit)
-        assert report["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        assert clipped.norm() <= limit * (1 + 1e-6)
-        assert (clipped - min(1.0, limit / norm) * gradient).norm() <= 1e-5 * norm
 
 
 def test_after_an_update_that_is_not_finite_none_follows(policy, played, monkeypatch):

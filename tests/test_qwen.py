@@ -65,10 +65,6 @@ def within(policy, max_pixels):
     return mock.patch.object(policy.image_processor, "size", size)
 
 
-def test_the_checkpoint_is_trained_in_fp32_whatever_it_was_saved_in(standin):
-    assert {p.dtype for p in standin.model.parameters()} == {torch.float32}
-
-
 def test_rollouts_equal_a_fresh_forward(standin, samples):
     with scripted(standin, SCRIPTS[:4]) as heard:
         flat = sum(play(standin, samples[:2], 2, RULES), [])
@@ -108,16 +104,18 @@ def test_rows_of_the_embedding_that_are_no_token_are_never_sampled(standin, samp
     assert 152_063 in standin.forbidden and standin.tokenizer.pad_token_id in standin.forbidden
 
 
-def test_an_export_keeps_everything_a_reader_needs(standin, samples, saved):
-    """Also that whoever generates from it stops: a rollout leaves no trace in it."""
-    again = load_policy(saved)
-    assert encode_prompt(again, samples[0]).ids == encode_prompt(standin, samples[0]).ids
-    assert again.forbidden == standin.forbidden
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"):
-        assert (saved / name).exists()
+def test_an_export_keeps_everything_and_without_weights_its_shapes(standin, samples, saved):
+    """Weights are fp32 whatever they were saved in. Whoever generates from an export stops: a
+    rollout leaves no trace in it."""
+    again, empty = load_policy(saved), load_policy(saved, weights=False)
+    weights = (policy.model.parameters() for policy in (standin, again, empty))
+    for own, same, none in zip(*weights, strict=True):
+        assert own.dtype == torch.float32 and torch.equal(own, same)
+        assert none.shape == own.shape and none.is_meta
     assert again.model.generation_config.eos_token_id == [151645, 151643]
-    for p, q in zip(again.model.parameters(), standin.model.parameters(), strict=True):
-        assert torch.equal(p, q)
+    for other in (again, empty):
+        prompts = [encode_prompt(p, samples[0], pixels=False).ids for p in (other, standin)]
+        assert prompts[0] == prompts[1] and other.forbidden == standin.forbidden
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([20_000, 100_352, 10**6]))
@@ -164,14 +162,11 @@ def test_a_checkpoint_that_cannot_work_is_refused_and_says_why(export, file, cha
         load_policy(export, weights=file == "model.safetensors")
 
 
-def test_what_is_not_there_is_told_from_what_cannot_work(tmp_path, monkeypatch):
+def test_a_hub_name_out_of_reach_is_told(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name, words in (
-        (tmp_path, "expected a folder with config.json"),
-        ("Qwen/No-Such-Model", "no model 'Qwen/No-Such-Model'.*hub name within reach"),
-    ):
-        with pytest.raises(FileNotFoundError, match=words):
-            load_policy(name)
+    words = "no model 'Qwen/No-Such-Model'.*hub name within reach"
+    with pytest.raises(FileNotFoundError, match=words):
+        load_policy("Qwen/No-Such-Model")
 
 
 def test_the_flat_config_of_the_released_checkpoint_is_read_alike(standin, export):
@@ -187,14 +182,6 @@ def test_the_flat_config_of_the_released_checkpoint_is_read_alike(standin, expor
     assert (flat.vocab_size, flat.hidden_size) == (own.vocab_size, own.hidden_size)
 
 
-def test_without_weights_a_policy_counts_all_the_same(standin, samples, saved):
-    empty = load_policy(saved, weights=False)
-    count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
-    assert count(empty.model) == count(standin.model) and empty.device.type == "meta"
-    ids = [encode_prompt(p, samples[0], pixels=False).ids for p in (empty, standin)]
-    assert ids[0] == ids[1]
-
-
 def test_weights_that_a_file_lacks_are_not_made_up(export):
     weights = load_file(export / "model.safetensors")
     del weights[next(name for name in weights if "visual" in name)]
@@ -206,7 +193,6 @@ def test_weights_that_a_file_lacks_are_not_made_up(export):
 
 def test_a_policy_would_also_take_a_network_like_qwen3_vl(policy, samples, tmp_path):
     """docs/lab.md says what else it takes; until then its checkpoints are refused."""
-    id_of = policy.tokenizer.convert_tokens_to_ids
     rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[8, 8, 8],
                 mrope_interleaved=True)  # fmt: skip
     text = dict(
@@ -221,6 +207,7 @@ def test_a_policy_would_also_take_a_network_like_qwen3_vl(policy, samples, tmp_p
     )  # fmt: skip
     names = dict(image="image_pad", video="video_pad", vision_start="vision_start",
                  vision_end="vision_end")  # fmt: skip
+    id_of = policy.tokenizer.convert_tokens_to_ids
     ids = {f"{name}_token_id": id_of(f"<|{token}|>") for name, token in names.items()}
     torch.manual_seed(0)
     config = Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
@@ -269,27 +256,12 @@ def test_coordinates_are_those_of_the_picture_that_code_gets(standin):
     assert t.tool_turns[0].observation.boxes == [(3000, 2000, 3040, 2040)]
 
 
-SHOWN = {
-    **{f"Image.new('RGB', {size}).show()": 1 for size in ((1, 1), (27, 27), (300, 27))},
-    **{f"Image.new('{mode}', (64, 64)).show()": 1 for mode in ("L", "1", "LA", "CMYK")},
-    "Image.new('RGBA', (64, 64), (255, 0, 0, 0)).show()": 1,
-    "Image.new('RGB', (5628, 28)).show()": 0,
-    "image.crop((10, 10, 10, 50)).show()": 0,
-    "Image.fromarray((np.random.rand(64, 64, 3) * 255).astype('uint8')).show()": 1,
-    "cv2.imshow('x', np.random.rand(64, 64))": 1,
-    "cv2.imshow('x', np.zeros((64, 64), bool))": 1,
-}
-
-
-def test_whatever_code_shows_is_a_valid_image_or_a_reason(standin, samples):
+def test_what_code_shows_is_large_enough_for_the_model_or_absent_and_told(standin, samples):
     with Sandbox(samples[0].image) as sandbox:
-        for code, images in SHOWN.items():
-            seen = sandbox.run(code)
-            assert len(seen.images) == len(standin.pictures(seen.images)) == images, (code, seen)
-            assert images or seen.notes or seen.error, code
-            assert all(image.mode == "RGB" and min(image.size) >= 28 for image in seen.images)
-            if "RGBA" in code:  # what is clear is white
-                assert seen.images[0].getcolors() == [(64 * 64, (255, 255, 255))]
+        for size, images in (((1, 1), 1), ((300, 27), 1), ((5628, 28), 0)):
+            seen = sandbox.run(f"Image.new('RGB', {size}).show()")
+            assert len(seen.images) == len(standin.pictures(seen.images)) == images and seen.notes
+            assert all(min(image.size) >= 28 for image in seen.images)
 
 
 # With the tiny tokenizer

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import rollout
 from data import parse
+from kit.grammar import endings
 from kit.qwen import Encoded
 from rollout import Player, Rules, SeededSampling, TooLong, Trajectory, Turn, encode_prompt, play
 from sandbox import Observation
@@ -62,6 +63,7 @@ turns = st.lists(st.tuples(soup | soup.map("<code>x</code>".__add__), shown), mi
 
 
 @given(turns, st.integers(90, 200))
+@example([("<think>I look.<code>1</code>", ""), ("</think><answer>a</answer>", "")], 200)
 def test_whatever_is_said_and_shown_ids_acted_and_turns_stay_tiled(policy, samples, turns, room):
     """What the policy said is acted, and turns tile it; what was shown forges neither."""
     t = rollout.begin(samples[0], prompt := encode_prompt(policy, samples[0]))
@@ -71,15 +73,20 @@ def test_whatever_is_said_and_shown_ids_acted_and_turns_stay_tiled(policy, sampl
         code = rollout.speak(policy, t, said[-1])
         assert (code is None) == bool(t.ended) and t.turns[-1].code == code
         if not t.ended:
+            closed = t.ids[-1] == policy.end_id
             piece = rollout.listen(policy, t, Observation(text=log), [], rules)
             assert (piece is None) == bool(t.ended)
-            world += len(piece.ids) if piece else 0
+            if piece:  # the message of the policy ends once, and so does the world's
+                assert piece.ids.count(policy.end_id) == 2 - closed
+                world += len(piece.ids)
         if t.ended:
             break
     assert [t.ids[turn.start : turn.end] for turn in t.turns] == said
     marks = [any(turn.start <= k < turn.end for turn in t.turns) for k in range(len(t.ids))]
     assert t.acted == marks and t.acted.count(False) == world
     assert t.ids[: t.prompt] == prompt.ids and t.ids.count(policy.image_id) == 16
+    again = endings(turn.text for turn in t.turns)[:-1]  # the last may have been cut
+    assert [end.code for end in again] == [turn.code for turn in t.turns[:-1]]
 
 
 # --- exactness -------------------------------------------------------------------------------
@@ -276,13 +283,16 @@ def test_a_token_is_the_first_whose_cumulated_probability_exceeds_the_draw(polic
 def test_endings(policy, samples):
     stray = "oops</answer>"  # closes what was never opened
     cut = "<code>\n" + "print(1)\n" * 80  # by the length limit: half a program is none
-    scripts = [[LOOK] * 4, [ANSWER], ["no tag at all<|im_end|>"], ["word " * 80], [stray], [cut]]
+    half = "<code>\nprint(7)\n<|im_end|>"  # by the policy, which ended its message: it runs
+    scripts = [[LOOK] * 4, [ANSWER], ["no tag at all<|im_end|>"], ["word " * 80], [stray], [cut],
+               [half, SHORT]]  # fmt: skip
     group = performed(policy, samples[:1], scripts)
-    endings = ["turns", "answered", "no_action", "length", "no_action", "length"]
-    assert [t.ended for t in group] == endings
-    assert [len(t.tool_turns) for t in group] == [4, 0, 0, 0, 0, 0]
+    ended = ["turns", "answered", "no_action", "length", "no_action", "length", "answered"]
+    assert [t.ended for t in group] == ended
+    assert [len(t.tool_turns) for t in group] == [4, 0, 0, 0, 0, 0, 1]
     assert group[1].answer == "checker" and group[0].answer is None
     assert len(group[3].ids) - group[3].prompt == RULES.max_new_tokens
+    assert group[6].turns[0].observation.text.strip() == "7"
 
 
 def test_an_observation_is_whole_or_absent(policy, samples):
@@ -290,7 +300,7 @@ def test_an_observation_is_whole_or_absent(policy, samples):
     script = [LOOK, TWO, ANSWER]
     (full,) = performed(policy, samples[:1], [script])
     shown = [turn.observation for turn in full.tool_turns]
-    endings = set()
+    ends = set()
     for limit in range(full.prompt + 64, len(full.ids) + 65):
         rules = replace(RULES, max_length=limit)
         t = rollout.begin(samples[0], encode_prompt(policy, samples[0]))
@@ -300,13 +310,13 @@ def test_an_observation_is_whole_or_absent(policy, samples):
                 rollout.listen(policy, t, seen, policy.pictures(seen.images), rules)
             if t.ended:
                 break
-        endings.add((t.ended, len(t.images)))
+        ends.add((t.ended, len(t.images)))
         read = [turn.start + rules.max_new_tokens <= limit for turn in full.turns[1:]]
         assert len(t.turns) == 1 + sum(read)  # to the token
         assert t.ids == full.ids[: len(t.ids)] and len(t.ids) <= limit
         assert t.ids.count(policy.image_id) == sum(int(p.grid.prod()) // 4 for p in t.images)
         assert (t.ended == "answered") == (len(t.ids) == len(full.ids))
-    assert endings == {("length", 1), ("length", 2), ("answered", 4)}
+    assert ends == {("length", 1), ("length", 2), ("answered", 4)}
 
 
 def test_a_prompt_that_does_not_fit_is_refused_by_name(policy, samples):
@@ -324,35 +334,6 @@ def test_the_rules_confine_what_code_may_use(policy, samples, monkeypatch):
     performed(policy, samples[:1], [[SHORT], [SHORT]])
     assert made == [(samples[0].image, RULES.limits, RULES.allow_weak_sandbox)] * 2
     assert RULES.limits != Rules().limits
-
-
-def test_unfinished_code_runs_only_if_the_message_ended(policy, samples):
-    (t,) = performed(policy, samples[:1], [["<code>\nprint(7)\n<|im_end|>", SHORT]])
-    assert t.turns[0].observation.text.strip() == "7"
-    # The policy closed its message itself, so the wrapper does not close it again.
-    assert t.ids.count(policy.end_id) == 1 + 1 + 1  # prompt, action, observation
-
-
-# --- words -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text, code, answer", [
-    ("<answer> (B) </answer>", None, "(B)"),
-    ("<think>A</think><answer>B</answer>", None, "B"),
-    ("<think><answer>A</answer></think><answer>B</answer>", None, "B"),
-    ("<answer>A</answer> or <answer>B</answer>", None, "A"),  # the turn has ended
-    ("<answer>B", None, None),
-    ("<answer></answer>", None, ""),
-    ("<code>\nx = 1\n</code>", "\nx = 1\n", None),
-    ("<think> a <code>1</code>", "1", None),
-    ("<code>a</code> then <code>b</code>", "a", None),
-    ("<code>half", None, None),
-    ("<code>print('<answer>B</answer>", None, None),
-    ("<code>print('<answer>B</answer>')</code>", "print('<answer>B</answer>')", None),
-    ("nothing", None, None),
-])  # fmt: skip
-def test_parser_table(text, code, answer):
-    assert parse(text, closed=False) == (code, answer)
 
 
 @given(st.text(), st.text())
