@@ -11,7 +11,7 @@ from PIL import Image
 from evaluate import load_bench
 from evaluate import main as evaluate_main
 from kit.benchmarks import BENCHES, pictures, published, sheet
-from kit.tables import Bad, read_image
+from kit.tables import read_image
 from rewards import grade
 
 
@@ -30,8 +30,8 @@ TABLE = [  # benchmark, form; a row; its id, question, options, answer, part
     ("hrbench4k, tsv",
      CHOICE | {"index": "12", "answer": "C", "category": "cross", "cycle_category": "3"},
      ("12", "Which one?", THREE, "C", "FCP")),
-    ("mme-realworld-lite, tsv", CHOICE | {
-        "index": "5", "answer": "A", "category": "Perception/OCR", "l2-category": "phone"},
+    ("mme-realworld-lite, tsv",
+     CHOICE | {"index": "5", "answer": "A", "category": "Perception/OCR", "l2-category": "phone"},
      ("5", "Which one?", THREE, "A", "Perception")),
     ("mme-realworld-lite, parquet", {
         "index": 0, "bytes": IMAGE, "question": "Which one?", "answer": "B",
@@ -99,8 +99,8 @@ TABLE = [  # benchmark, form; a row; its id, question, options, answer, part
         "id": "validation_Math_1", "image_1": IMAGE, "question": "<image 1> How many?",
         "options": "[]", "answer": "['8', 'eight']", "question_type": "open"},
      ("validation_Math_1", "[image 1] How many?", (), "['8', 'eight']", "Math")),
-    ("mmmu, tsv", CHOICE | {
-        "index": "1", "answer": "A", "category": "Chemistry", "split": "validation"},
+    ("mmmu, tsv",
+     CHOICE | {"index": "1", "answer": "A", "category": "Chemistry", "split": "validation"},
      ("1", "Which one?", THREE, "A", "Chemistry")),
 ]  # fmt: skip
 ROWS = {name.replace("4k", ""): (name.split(",")[0], row) for name, row, _ in TABLE}
@@ -119,24 +119,6 @@ def test_a_row_of_each_published_schema_becomes_a_question(name, words):
 
 def test_every_benchmark_of_the_paper_has_a_row_here():
     assert {bench for bench, _ in ROWS.values()} | {"hrbench8k"} == set(BENCHES)
-
-
-@pytest.mark.parametrize("name, change, message", [
-    ("vstar, tsv", {"answer": "E"}, "name one of the options .*, but is 'E'"),
-    ("vstar, tsv", {"A": "", "B": "", "C": ""}, "expected options in options, .*, A, B"),
-    ("vstar, tsv", {"A": "red", "B": "", "C": "green"}, "without a gap, got A, C"),
-    ("vstar, tsv", {"text": "What?"}, r"expected a question and options \(A\)"),
-    ("hrbench, tsv", {"category": "triple"}, "expected single or cross, got 'triple'"),
-    ("hrbench, tsv", {"cycle_category": ""}, "something in column cycle_category"),
-    ("mme-realworld-lite, parquet", {"multi-choice options": None}, "Answer choices, A, B"),
-    ("mathvista, tsv", {"choices": "[yes"}, r"expected a list or dict, got '\[yes'"),
-    ("mathverse, tsv", {"metadata": None}, "something in column problem_version"),
-    ("charxiv, hub", {"reasoning_a": None}, "something in column answer or .* or reasoning_a"),
-    ("mmmu, open", {"id": ""}, "something in column index or id or pid"),
-])  # fmt: skip
-def test_a_row_that_does_not_fit_says_what_is_missing(name, change, message):
-    with pytest.raises(Bad, match=message):
-        fields_of(name, **change)
 
 
 @pytest.mark.parametrize("answer, kind, asked", [
@@ -177,19 +159,25 @@ def load(tmp_path, name, *changes):
 
 
 @pytest.mark.parametrize("name, change, message", [
-    ("mathvista, choice", {"answer": "maybe"}, "answer: .* one of the options"),
+    ("vstar, tsv", {"answer": "E"}, "answer: .* name one of the options .*, but is 'E'"),
+    ("vstar, tsv", {"A": "", "B": "", "C": ""}, "expected options in options, .*, A, B"),
+    ("vstar, tsv", {"A": "red", "B": "", "C": "green"}, "without a gap, got A, C"),
+    ("vstar, tsv", {"text": "What?"}, r"text: expected a question and options \(A\)"),
+    ("hrbench, tsv", {"category": "triple"}, "expected single or cross, got 'triple'"),
+    ("mme-realworld-lite, parquet", {"multi-choice options": None}, "Answer choices, A, B"),
+    ("mathvista, tsv", {"choices": "[yes"}, r"expected a list or dict, got '\[yes'"),
+    ("mmmu, open", {"id": ""}, "id: expected something in column index or id or pid"),
     ("mathvista, choice", {"choices": ["no", "no"]}, "answer: .* options that differ"),
     ("mathvista, float", {"answer": "long"}, "answer: .*'long'"),
     ("mathvista, float", {"answer": "1.25"}, "answer: '1.25' is not right by its own"),
     ("vlmblind, tsv", {"answers": "{4}"}, r"answer: '\{4\}' is not right by its own"),
-    ("mathverse, choice", {"answer": "B\nE"}, "answer: .* one of the options"),
     ("charxiv, tsv", {"answer": "?" * 1001}, "answer: .* 1 to 1000 characters"),
     *(("vstar, tsv", {"image": cell}, "image: (no such file|no image)") for cell in
       ("b.png", "images/abcd", "9", "['b.png']", "page.png")),
 ])  # fmt: skip
-def test_a_row_that_cannot_be_scored_or_shown_is_named_at_load(tmp_path, name, change, message):
+def test_a_row_that_cannot_be_asked_scored_or_shown_is_named(tmp_path, name, change, message):
     (tmp_path / "page.png").write_text("<html>" + "not found " * 1000)
-    with pytest.raises(ValueError, match=f"row 1, {message}"):
+    with pytest.raises(ValueError, match=f"row 1, .*{message}"):
         load(tmp_path, name, {}, change)
 
 
@@ -238,8 +226,7 @@ def check(capsys, *words):
 def test_a_file_of_each_schema_is_checked_without_a_model(tmp_path, capsys, name):
     bench, row = ROWS[name]
     row = row | ({"image": IMAGE} if name == "vlmblind, hub" else {})  # JSON has no bytes
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps([row, row]))
+    (file := tmp_path / "rows.json").write_text(json.dumps([row, row]))
     status, out = check(capsys, "--bench", bench, "--data", file)
     assert status == 0 and f"({file}): 2 of 2 rows would be scored" in out.out
 

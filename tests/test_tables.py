@@ -17,7 +17,7 @@ from datasets import Image as ImageCell
 from fixtures.make_fixtures import parquet, picture, png, rl_rows, sft_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, features
+from PIL import Image
 
 import kit.tables
 from kit.tables import Bad, Lazy, Rows, Skipped, Usable, read_image, read_rows
@@ -63,9 +63,8 @@ def test_an_image_cell_may_have_any_public_form(cell, folder):
 @pytest.mark.parametrize("cell, words", [
     ("größe.png", "no such file, and no base64: 'größe.png' in /"),
     ("gone1.png", "no such file, and no base64"),  # eight letters: it could be some
-    ("aGVsbG8=", "no image that can be read in 'aGVsbG8=': cannot identify"),
+    ("aGVsbG8=", "no image that can be read in 'aGVsbG8=': cannot identify it as one of PNG"),
     (jpeg(PICTURE)[:900], "no image that can be read in b'.*: image file is trunc"),
-    (b"<html>", "can be read in b'<html>': cannot identify it as one of PNG, JP.*PPM"),
     ([], "expected one image, got a list of 0"),
     ([PNG, PNG], "expected one image, got a list of 2"),
     ({"bytes": None, "path": None}, "expected an image, got None"),
@@ -74,12 +73,6 @@ def test_an_image_cell_may_have_any_public_form(cell, folder):
 def test_a_broken_cell_says_what_came(cell, words, folder):
     with pytest.raises(ValueError, match=words):
         read_image(cell, folder)
-
-
-@pytest.mark.skipif(not features.check("avif"), reason="PIL has no decoder")
-def test_newer_formats_are_opened_where_pil_can():
-    PICTURE.save(file := io.BytesIO(), "AVIF")
-    assert read_image(file.getvalue()).size == PICTURE.size
 
 
 @given(st.sampled_from([PNG, jpeg(PICTURE)]), st.data())
@@ -123,7 +116,7 @@ def test_cells_stay_as_they_are_stored(tmp_path):
     Dataset.from_list([row], features=features).to_parquet(tmp_path / "a.parquet")
     assert list(read_rows(tmp_path / "a.parquet")) == [row]
     mixed = [{"a": 1}, {"a": "x"}, {"a": [1, "y"]}, {"a": None}, {"a": {"b": 2}}]
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, mixed)))
     assert list(read_rows(tmp_path / "b.jsonl")) == mixed
 
 
@@ -268,9 +261,8 @@ def test_loaded_and_skipped_are_all_rows(total, bad):
 
 
 def test_the_first_bad_row_can_stop_the_run():
-    words = "rows.parquet: row 1, answer: empty"
     for _ in range(2):  # found out, and read again
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match="rows.parquet: row 1, answer: empty"):
             Check(FEW).load(on_bad="stop")
     with pytest.raises(ValueError, match="'skip' or 'stop', got 'ignore'"):
         Check({}).load(on_bad="ignore")
