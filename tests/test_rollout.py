@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ANSWER, LOOK, PRINT, RULES, SCRIPTS, SHORT, TWO
-from conftest import copied, fresh_logits, performed, scripted, worst_difference
+from conftest import performed, scripted, worst_difference
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -212,21 +212,6 @@ def test_the_tally_counts_what_was_computed_and_every_image_is_encoded_once(poli
 
 
 # --- sampling --------------------------------------------------------------------------------
-
-
-def test_frequencies_are_those_of_the_scored_distribution(policy, samples):
-    """T = 0.5: shares of 2,000 one-token completions against softmax(logits / T) without control
-    tokens. Catches a forgotten temperature, a filter, a penalty."""
-    sharp = copied(policy)
-    sharp.model.lm_head.weight.data *= 2
-    torch.manual_seed(1)
-    rules = Rules(turns=1, max_new_tokens=1, max_length=512, temperature=0.5)
-    (group,) = play(sharp, samples[:1], 2000, rules)
-    logits = fresh_logits(sharp, group[0])[-2]
-    logits[policy.forbidden] = float("-inf")
-    share = torch.bincount(torch.tensor([t.ids[-1] for t in group]), minlength=len(logits)) / 2000
-    distance = {T: (share - (logits / T).softmax(-1)).abs().sum() / 2 for T in (0.25, 0.5, 1.0)}
-    assert distance[0.5] < 0.1 and distance[0.25] > 0.2 and distance[1.0] > 0.2
 
 
 def test_what_a_rollout_samples_does_not_hang_on_its_company(policy, samples, monkeypatch):
