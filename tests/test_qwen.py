@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import string
 from pathlib import Path
 from unittest import mock
 
@@ -251,6 +250,7 @@ HOSTILE = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<
 
 @given(st.lists(st.sampled_from(HOSTILE)).map("".join))
 def test_foreign_text_cannot_forge_a_turn_an_image_or_a_tag(policy, text):
+    assert policy.neutralise(text).replace("‹", "<") == text  # nothing else is changed
     ids = policy.encode(policy.neutralise(text), []).ids
     tags = {policy.tokenizer.convert_tokens_to_ids(f"<{s}{t}>") for t in TAGS for s in ("", "/")}
     assert not set(ids) & (set(policy.forbidden) | {policy.end_id} | tags)
@@ -305,14 +305,6 @@ def test_a_poisoned_checkpoint_config_does_not_reach_the_sampler(policy, samples
         spoken.append([(t.ids, t.sampled) for t in group])
     assert spoken[0] == spoken[1]
     assert learner.model.generation_config is own  # an export keeps what the checkpoint had
-
-
-@given(st.text(string.printable, max_size=40))
-def test_harmless_text_is_left_alone_and_round_trips(policy, text):
-    if "<" not in text:
-        assert policy.neutralise(text) == text
-    ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert policy.tokenizer.decode(ids) == text
 
 
 def test_saved_and_loaded_policies_agree(policy, samples, tmp_path):

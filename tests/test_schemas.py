@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from fixtures.make_fixtures import picture, png, rl_rows
 
-from kit.answers import is_correct
 from kit.schemas import KINDS, named, rl_fields, thyme_fields
 from kit.tables import Bad
 
@@ -52,8 +51,6 @@ BAD = [  # what is changed in a flat row, the reason
     (dict(answer=None), "nothing in reward_model.ground_truth or answer"),
     (dict(answer=["4", "four"]), "expected a text or a number, got"),
     (dict(answer="C", options=TWO), "should name one of the options"),
-    (dict(answer="AC", options=TWO), "by letter or text, but is 'AC'"),
-    (dict(answer="a cat", options=["a  cat x", "the cat", "cat"]), "should name"),
     (dict(answer="1" * 1001), "right by its own rule"),
     *((dict(answer="A", options=o), "options that differ") for o in (["x", "x"], ["red", "red "])),
     *((dict(options=value), "expected a list of texts") for value in ("(A) one", ["one", None])),
@@ -61,7 +58,7 @@ BAD = [  # what is changed in a flat row, the reason
       ([1, 2, 3, 4], [[1, 2, 3, "4"]], [[1, 2, 3, 4, 5]])),
     *((dict(boxes=[[1, 2, 3, x]]), "holds NaN or infinity") for x in (math.nan, math.inf)),
     (dict(boxes=[[1, 2, 3, 4], [9, 2, 3, 4]]), "no pixel of an image of 480x320"),
-    *((dict(boxes=[box]), "no pixel") for box in ([1, 2, 1, 4], [480, 2, 500, 4], [-9, -9, 0, 0])),
+    (dict(boxes=[[480, 2, 500, 4]]), "no pixel"),
     (dict(kind="chart"), "'search' or 'neutral', got 'chart'"),
 ]  # fmt: skip
 
@@ -87,17 +84,6 @@ def test_what_programs_showed_comes_back_in_its_order():
 def test_boxes_are_rounded_outwards_and_cut_at_the_border():
     row = FLAT | {"boxes": [[1.2, 2, 2.5, 4], [-5, 300.5, 9999, 1e300]]}
     assert rl_fields(row, 0, Path())["boxes"] == ((1, 2, 3, 4), (0, 300, 480, 320))
-
-
-@pytest.mark.parametrize("answer, options, right, wrong", [
-    ("A\nB", ["1", "2", "3"], "B, A", "A"),  # several options
-    ("8", ["6", "8", "8"], "C", "A"),  # one that stands there twice
-    ("red", ["red ", "green"], "A", "B"),  # blanks do not count
-])  # fmt: skip
-def test_a_reference_may_name_options_in_several_ways(answer, options, right, wrong):
-    fields = rl_fields(FLAT | {"answer": answer, "options": options}, 0, Path())
-    verdicts = [is_correct(x, fields["answer"], fields["options"]) for x in (right, wrong)]
-    assert verdicts == [True, False]
 
 
 SOURCES = [  # name of a source, kind, does a word of KINDS stand in it?

@@ -58,11 +58,12 @@ def test_the_loss_is_the_cross_entropy_of_the_acted_tokens(policy, trajectories)
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_imitation_is_plain_clipped_steps_at_the_rates_given(policy, trajectories):
+def test_imitation_is_plain_clipped_steps_at_the_rates_given_until_told(policy, trajectories):
     learner, plain, rates = copied(policy), copied(policy), [0.3, 0.1, 0.2]
     rows, sgd = rows_of(policy, trajectories[:3]), torch.optim.SGD
     optimizer = sgd(learner.model.parameters(), lr=9.0)
-    imitate(learner, optimizer, lambda i: [[rows[i]]], range(3), rates.__getitem__, lambda *_: None)
+    told = lambda i, loss, norm: i == 2  # noqa: E731
+    imitate(learner, optimizer, lambda i: [[rows[i]]], range(99), rates.__getitem__, told)
     for row, rate in zip(rows, rates):
         plain.model.zero_grad()
         (-log_probs(plain, [row])[0].mean()).backward()
@@ -73,19 +74,6 @@ def test_imitation_is_plain_clipped_steps_at_the_rates_given(policy, trajectorie
             p.data -= rate * p.grad / norm
     for p, q in zip(learner.model.parameters(), plain.model.parameters()):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
-
-
-def test_imitation_learns_and_ends_when_told(policy, trajectories):
-    learner, rows, losses = copied(policy), rows_of(policy, trajectories), []
-    optimizer = torch.optim.AdamW(learner.model.parameters())
-
-    def after(i, loss, norm):
-        losses.append(loss)
-        return i == 11
-
-    imitate(learner, optimizer, lambda i: [rows], range(99), lambda i: 3e-3, after)
-    assert len(losses) == 12 and losses[-1] < losses[0] / 2
-    assert optimizer.param_groups[0]["lr"] == 3e-3
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 5))
@@ -139,16 +127,15 @@ def thyme(policy, row, rounds="all", rules=RULES, pixels=True):
 
 
 ONE = thyme_row(1)["response"]
-GOLDEN = {  # (rule, sandbox blocks) -> the turns whose tokens are learnt
-    ("all", 0): [0], ("all", 1): [0, 1], ("all", 2): [0, 1, 2], ("all", 3): [0, 1, 2, 3],
-    ("last_code_and_answer", 0): [0], ("last_code_and_answer", 1): [0, 1],
-    ("last_code_and_answer", 2): [1, 2], ("last_code_and_answer", 3): [2, 3],
-    ("after_last_obs", 0): [0], ("after_last_obs", 1): [0, 1],
-    ("after_last_obs", 2): [2], ("after_last_obs", 3): [3],
-}  # fmt: skip
+GOLDEN = {  # rule: the turns whose tokens are learnt, in rows of 0, 1, 2 and 3 programs
+    "all": ([0], [0, 1], [0, 1, 2], [0, 1, 2, 3]),
+    "last_code_and_answer": ([0], [0, 1], [1, 2], [2, 3]),
+    "after_last_obs": ([0], [0, 1], [2], [3]),
+}
 
 
-@pytest.mark.parametrize("rounds, n", GOLDEN)
+@pytest.mark.parametrize("n", range(4))
+@pytest.mark.parametrize("rounds", GOLDEN)
 def test_thymes_tokens_are_learnt_by_rounds_and_never_what_was_shown(policy, rounds, n):
     turns, seen = thyme_turns(n), "<|vision_start|><|image_pad|><|vision_end|>"
     shown = ["zero", seen, "two" + 2 * seen]  # text first, then the pictures
@@ -163,7 +150,7 @@ def test_thymes_tokens_are_learnt_by_rounds_and_never_what_was_shown(policy, rou
     t = thyme(policy, thyme_row(n), rounds)
     assert t.ids == sum((ids(w) + ids(turn) for w, turn in zip(world, turns)), [])
     (row,) = rows_of(policy, [t])
-    assert row.labels.tolist() == sum((ids(turns[k]) for k in GOLDEN[rounds, n]), [])
+    assert row.labels.tolist() == sum((ids(turns[k]) for k in GOLDEN[rounds][n]), [])
     shown = [image.tobytes() for turn in t.tool_turns for image in turn.observation.images]
     assert shown == [picture(k)[0].tobytes() for k in range(1, len(thyme_row(n)["image"]))]
     assert (t.answer, t.ended, len(t.tool_turns)) == ("7", "answered", n)
@@ -183,7 +170,7 @@ cv2.imread('/home/u/d-2.PNG')"""
     ]  # fmt: skip
 
 
-BAD_THYME = [
+@pytest.mark.parametrize("changed, words", [
     ({"image": []}, "image: expected a list"),
     ({"image": [b"x"]}, "image: no image that can be read in b'x'"),
     ({"image": thyme_row(2)["image"]}, r"image: 2 pictures for \[1, 0\] places"),
@@ -193,15 +180,10 @@ BAD_THYME = [
     ({"response": ONE.replace("</code>", "")}, "response: an output follows what is no code"),
     ({"response": ONE.replace("<code>", "</think><answer>1</answer><code>")}, "an output follows"),
     ({"response": ONE.replace("</think>", "")}, "response: its tags do not close in order"),
-    ({"response": ONE.replace("7</answer>", "")}, "response: its tags do not close in order"),
     ({"response": ONE + "<answer>8</answer>"}, "response: its tags do not close in order"),
-    ({"response": ONE.replace("</sandbox_output>", "")}, "response: "),
     ({"response": ONE.replace("look", "<|im_end|>")}, "response: a turn is empty or holds"),
     ({"response": "<sandbox_output>a</sandbox_output>" + ONE}, "response: a turn is empty"),
-]
-
-
-@pytest.mark.parametrize("changed, words", BAD_THYME)
+])  # fmt: skip
 def test_a_thyme_row_that_does_not_parse_names_its_field(policy, changed, words):
     with pytest.raises(Bad, match=words):
         thyme(policy, thyme_row(1, **changed))
