@@ -219,18 +219,16 @@ def test_law_nothing_is_compared_in_part(formula, more):
     assert not same_answer(f"∫{formula}", formula) and not same_answer(f"#{formula}", formula)
 
 
-@pytest.mark.parametrize("reference, options, reply", [
-    ("B", (), "the second"), ("(B)", (), "the second"),  # a letter is a choice
-    ("", (), "anything"), ("red", ("red", "blue"), "crimson"), ("3", (), "three"),
-    ("3 apples", (), "three apples"), (r"\sqrt{2}", (), "the root of two"),
-    *(("truck", (), reply) for reply in (
+@pytest.mark.parametrize("reference, options, reply, judged", [
+    ("B", (), "the second", False), ("(B)", (), "the second", False),  # a letter is a choice
+    ("", (), "anything", False), ("red", ("red", "blue"), "crimson", False),
+    ("3", (), "three", False), ("3 apples", (), "three apples", False),
+    (r"\sqrt{2}", (), "the root of two", False),
+    *(("truck", (), reply, False) for reply in (
         None, "lorry " * 200, "", ":", " . * ", "Thought process:", "Solution", "Final answer:",
         "Let's solve this problem step by step.", "The answer is:", "OK. Sure, let me think")),
+    *(("truck", (), reply, True) for reply in (
+        "a lorry", "Let's see: a lorry", "so it is a lorry")),
 ])  # fmt: skip
-def test_some_answers_are_not_for_a_judge(reference, options, reply):
-    assert not is_open(reply, reference, options)
-
-
-@pytest.mark.parametrize("reply", ["a lorry", "Let's see: a lorry", "so it is a lorry"])
-def test_words_are_for_a_judge_also_after_an_opener(reply):
-    assert is_open(reply, "truck")
+def test_words_alone_are_for_a_judge_and_only_behind_an_opener(reference, options, reply, judged):
+    assert is_open(reply, reference, options) is judged

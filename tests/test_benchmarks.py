@@ -112,9 +112,14 @@ def fields_of(name, **change):
 
 
 @pytest.mark.parametrize("name, words", [*zip(ROWS, (row[2] for row in TABLE))])
-def test_a_row_of_each_published_schema_becomes_a_question(name, words):
-    fields = fields_of(name)
+def test_a_row_of_each_published_schema_becomes_a_question(tmp_path, capsys, name, words):
+    """And a file of such rows is checked without a model."""
+    fields, (bench, row) = fields_of(name), ROWS[name]
     assert tuple(fields[k] for k in ("id", "question", "options", "answer", "part")) == words
+    row = row | ({"image": IMAGE} if name == "vlmblind, hub" else {})  # JSON has no bytes
+    (file := tmp_path / "rows.json").write_text(json.dumps([row, row]))
+    status, out = check(capsys, "--bench", bench, "--data", file)
+    assert status == 0 and f"({file}): 2 of 2 rows would be scored" in out.out
 
 
 def test_every_benchmark_of_the_paper_has_a_row_here():
@@ -220,15 +225,6 @@ def check(capsys, *words):
     except SystemExit as stopped:
         status = stopped.code
     return status, capsys.readouterr()
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_file_of_each_schema_is_checked_without_a_model(tmp_path, capsys, name):
-    bench, row = ROWS[name]
-    row = row | ({"image": IMAGE} if name == "vlmblind, hub" else {})  # JSON has no bytes
-    (file := tmp_path / "rows.json").write_text(json.dumps([row, row]))
-    status, out = check(capsys, "--bench", bench, "--data", file)
-    assert status == 0 and f"({file}): 2 of 2 rows would be scored" in out.out
 
 
 def test_a_check_says_by_which_rule_rows_are_scored_and_names_all_bad_ones(tmp_path, capsys):

@@ -1,19 +1,13 @@
 """python -m pytest tests/test_grammar.py      a turn ends where it is read to end"""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from conftest import RULES, SHORT, scripted
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import rollout
 from data import parse
-from kit.grammar import end_of_turn, ending, ending_tokens, endings
-from rewards import format_error
-from rollout import Rules
-from sandbox import Observation
+from kit.grammar import end_of_turn, ending, ending_tokens
 
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "code", "answer") for slash in ("", "/")]
 PYTHON = ["'", '"', "'''", '"""', "#", "\\", "\n", "x"]
@@ -92,27 +86,6 @@ def test_so_it_is_with_the_tokens_of_qwen(qwen, samples, before, text):
     check_the_law(qwen, samples, before, text)
 
 
-@given(st.lists(texts, max_size=4), texts)
-@example([OPEN, "<code>1</code>", "</think><answer>a</answer>"], "<|im_end|></sandbox_output>")
-def test_tag_soup_keeps_every_token_where_it_was_and_turns_tiled(policy, samples, said, printed):
-    """Whatever is said and shown: a turn holds the ids that were said, and they alone are acted."""
-    prompt = rollout.encode_prompt(policy, samples[0], pixels=False)
-    t, parts, rules = rollout.begin(samples[0], prompt), [prompt.ids], Rules(max_length=10**5)
-    for text in said:
-        if not t.ended and (reply := stopped(policy.tokenizer, text, t.thinking)[0]):
-            parts.append(reply)
-            if rollout.speak(policy, t, reply) is not None:
-                piece = rollout.listen(policy, t, Observation(printed), [], rules)
-                assert piece.ids.count(policy.end_id) == 2  # of the turn, and of the world's own
-                parts.append(piece.ids)
-    assert t.ids == sum(parts, [])
-    assert [t.ids[turn.start : turn.end] for turn in t.turns] == parts[1::2]
-    inside = {i for turn in t.turns for i in range(turn.start, turn.end)}
-    assert t.acted == [i in inside for i in range(len(t.ids))]
-    read = endings(turn.text for turn in t.turns)[:-1]  # the last may have been cut
-    assert [end.code for end in read] == [turn.code for turn in t.turns[:-1]]
-
-
 THOUGHTS = [
     "<think>I must end with <answer> and </answer> tags. It is vertical.</think>",
     "<think>maybe <answer>checker</answer> no</think>",
@@ -128,26 +101,23 @@ LINES = [
 ]  # fmt: skip
 
 
-def test_words_of_thoughts_and_of_strings_and_comments_in_code_end_nothing_in_play(policy, samples):
-    """Each alone, and each in a thought that spans two turns. They play side by side."""
-    answers = [thought + "<answer>vertical</answer>" for thought in THOUGHTS]
-    codes = [f"\n{line}\nimage.crop((0, 0, 64, 64)).show()\n" for line in LINES]
-    roles = [[turn] for turn in answers]
-    roles += [[OPEN, turn.replace("<think>", "")] for turn in answers]
-    roles += [[f"<code>{code}</code>", SHORT] for code in codes]
-    roles += [[f"<think>I look.<code>{code}</code>", "</think>" + SHORT] for code in codes]
-    with scripted(policy, roles):
-        rules = replace(RULES, max_new_tokens=192)
-        (group,) = rollout.play(policy, samples[:1], len(roles), rules)
-    thought, acted = group[: 2 * len(THOUGHTS)], group[2 * len(THOUGHTS) :]
-    assert {t.answer for t in thought} == {"vertical"} and {t.answer for t in acted} == {"red"}
-    for turn in answers:
-        assert parse(turn, closed=True) == parse(turn, closed=False) == (None, "vertical")
-    assert [t.turns[0].code for t in acted] == codes * 2
-    assert not any(len(t.images) != 2 or format_error(t) for t in acted)
+def test_words_of_thoughts_and_of_strings_and_comments_in_code_end_nothing():
+    """Each alone, and each in a thought that the turn before left open."""
+    for turn in (thought + "<answer>vertical</answer>" for thought in THOUGHTS):
+        later = turn.removeprefix("<think>")
+        for end in (ending(turn, False), ending(turn, True), ending(later, False, thought=True)):
+            assert end[:2] == (None, "vertical") and end.tags in ("TtAa", "tAa")
+    for line in LINES:
+        code = f"\n{line}\nimage.crop((0, 0, 64, 64)).show()\n"
+        for before, tags in (("", "Cc"), ("<think>I look.", "TCc")):
+            end = ending(f"{before}<code>{code}</code>", False)
+            assert end[:3] == (code, None, tags)
 
 
 @pytest.mark.parametrize("text, code, answer", [
+    ("<answer> (B) </answer>", None, "(B)"), ("<answer></answer>", None, ""),
+    ("<answer>A</answer> or <answer>B</answer>", None, "A"), ("<answer>B", None, None),
+    ("<code>a</code> then <code>b</code>", "a", None), ("<code>half", None, None),
     ("<think>a <code>1</code> b</think><answer>B</answer>", "1", None),  # decided at </code>
     ("<answer><think>is it <answer>A</answer>?</think>B</answer>", None, "B"),
     ("<code>x = 1  # one</code>", "x = 1  # one", None),

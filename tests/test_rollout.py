@@ -268,14 +268,14 @@ def test_a_token_is_the_first_whose_cumulated_probability_exceeds_the_draw(polic
 def test_endings(policy, samples):
     stray = "oops</answer>"  # closes what was never opened
     cut = "<code>\n" + "print(1)\n" * 80  # by the length limit: half a program is none
-    half = "<code>\nprint(7)\n<|im_end|>"  # by the policy, which ended its message: it runs
+    half = "<think>hm<code>\nprint(7)\n<|im_end|>"  # by the policy, which ended its message
     scripts = [[LOOK] * 4, [ANSWER], ["no tag at all<|im_end|>"], ["word " * 80], [stray], [cut],
-               [half, SHORT]]  # fmt: skip
+               [half, "no <answer>A</answer></think>" + SHORT]]  # fmt: skip
     group = performed(policy, samples[:1], scripts)
     ended = ["turns", "answered", "no_action", "length", "no_action", "length", "answered"]
     assert [t.ended for t in group] == ended
     assert [len(t.tool_turns) for t in group] == [4, 0, 0, 0, 0, 0, 1]
-    assert group[1].answer == "checker" and group[0].answer is None
+    assert [t.answer for t in group] == [None, "checker", *[None] * 4, "red"]
     assert len(group[3].ids) - group[3].prompt == RULES.max_new_tokens
     assert group[6].turns[0].observation.text.strip() == "7"
 

@@ -1,7 +1,5 @@
 """python -m pytest tests/test_sft.py      imitation, and the tiny network"""
 
-import json
-from base64 import b64encode
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RULES, copied, fresh_logp
-from fixtures.make_fixtures import facts, picture, png
+from fixtures.make_fixtures import facts, parquet, picture, png
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -212,10 +210,7 @@ def test_thyme_rows_are_counted_listed_and_made_when_asked_for(policy, tmp_path,
 @pytest.mark.parametrize("k", [0, 1])
 def test_a_row_with_a_picture_that_the_model_does_not_take_is_skipped(policy, tmp_path, k):
     rows = [thyme_row(2), thyme_row(2)]
-    for row in rows:
-        row["image"] = [b64encode(image).decode() for image in row["image"]]
-    rows[0]["image"][k] = b64encode(png(Image.new("RGB", (5700, 28)))).decode()
-    where = tmp_path / "thyme.jsonl"
-    where.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows[0]["image"][k] = png(Image.new("RGB", (5700, 28)))
+    where = parquet(tmp_path / "thyme.parquet", rows)
     trajectories, ((row, field, reason),) = load_thyme(policy, where, rules=RULES)
     assert (len(trajectories), row, field) == (1, 0, "image") and "200" in reason
