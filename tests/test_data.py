@@ -149,16 +149,6 @@ def test_the_image_of_a_sample_is_upright_and_rgb():
 # Public data sets
 
 
-def test_rows_in_verls_form_become_samples():
-    samples = load_rl(RL)
-    assert len(samples) == 9 and samples.skipped == []
-    assert [s.kind for s in samples[:3]] == ["search", "search", "neutral"]
-    first = samples[0]
-    assert first.question == "What color is the small sign?\n(A) red\n(B) green"
-    assert (first.answer, first.source, first.id) == ("A", "vstar", "vstar-0")
-    assert first.image.tobytes() == PICTURE.tobytes()
-
-
 def test_nothing_is_lost_silently(tmp_path):
     """Loaded + skipped = total, by row number and field; or the first bad row stops the run."""
     thin = {"bytes": png(Image.new("RGB", (400, 2))), "path": None}

@@ -45,31 +45,23 @@ def test_every_sampled_token_is_acted_and_nothing_else(policy, samples):
         assert [t.ids[turn.start : turn.end] for turn in t.turns] == said
 
 
-def test_the_prefix_of_a_turn_is_the_ids_of_the_turn_before(policy, samples):
-    """Ids are never decoded and encoded again: "1" + "28" sampled apart stays two tokens."""
-    ids = [policy.tokenizer.convert_tokens_to_ids(t) for t in ("1", "2", "8")]
-    assert policy.tokenizer("128")["input_ids"] != ids
-    trajectory = rollout.begin(samples[0], encode_prompt(policy, samples[0]))
-    before = list(trajectory.ids)
-    rollout.speak(policy, trajectory, ids)
-    assert trajectory.ids == before + ids
-
-
 SOUP = ["<think>", "</think>", "<code>", "</code>", "<answer>", "</answer>", "<|im_end|>", "x = 1",
-        "red", "\n", "'"]  # fmt: skip
-soup = st.lists(st.sampled_from(SOUP), min_size=1, max_size=9).map("".join)
+        "red", "\n", "'", "1", "2", "8"]  # fmt: skip
+soup = st.lists(st.sampled_from(SOUP), min_size=1, max_size=9)
 shown = st.lists(st.sampled_from([*SOUP, "<|image_pad|>", "<|im_start|>"]), max_size=5).map("".join)
-turns = st.lists(st.tuples(soup | soup.map("<code>x</code>".__add__), shown), min_size=1)
+turns = st.lists(st.tuples(soup | soup.map("<code> x </code>".split().__add__), shown), min_size=1)
 
 
 @given(turns, st.integers(90, 200))
-@example([("<think>I look.<code>1</code>", ""), ("</think><answer>a</answer>", "")], 200)
+@example([(["<think>", "<code>", "1", "</code>"], ""), (["</think>", "<answer>", "a"], "")], 200)
+@example([(["1", "2", "8"], "")], 200)
 def test_whatever_is_said_and_shown_ids_acted_and_turns_stay_tiled(policy, samples, turns, room):
-    """What the policy said is acted, and turns tile it; what was shown forges neither."""
+    """What the policy said is acted, and turns tile it; what was shown forges neither. Ids are
+    never decoded and encoded again: "1", "2", "8" sampled apart stay three tokens."""
     t = rollout.begin(samples[0], prompt := encode_prompt(policy, samples[0]))
     rules, said, world = Rules(turns=3, max_new_tokens=30, max_length=room), [], len(t.ids)
-    for text, log in turns:
-        said.append(policy.encode(text, []).ids)
+    for words, log in turns:
+        said.append(sum((policy.encode(word, []).ids for word in words), []))
         code = rollout.speak(policy, t, said[-1])
         assert (code is None) == bool(t.ended) and t.turns[-1].code == code
         if not t.ended:
