@@ -183,7 +183,7 @@ def load(tmp_path, name, *changes):
 ])  # fmt: skip
 def test_a_row_that_cannot_be_asked_scored_or_shown_is_named(tmp_path, name, change, message):
     (tmp_path / "page.png").write_text("<html>" + "not found " * 1000)
-    with pytest.raises(ValueError, match=f"row 1, .*{message}"):
+    with pytest.raises(ValueError, match=f"row [01], .*{message}"):
         load(tmp_path, name, {}, change)
 
 
