@@ -1,7 +1,6 @@
 """python -m pytest tests/test_data.py      samples, the toy world, public questions"""
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from data import Sample, demonstrations, draw_scene, load_rl, out_of_prior_quest
 from kit.tables import read_image
 from sandbox import Observation
 
-RL = Path(__file__).parent / "fixtures" / "codev_rl.parquet"
 PICTURE = picture(0)[0]
 CELL = {"bytes": png(PICTURE), "path": None}
 seeds = st.integers(0, 10**6)
@@ -139,13 +137,6 @@ def test_an_image_that_the_model_cannot_take_is_refused_by_name(size):
     Sample("fine", Image.new("RGB", (199, 1)), "?", "!")
 
 
-def test_the_image_of_a_sample_is_upright_and_rgb():
-    tagged = Image.new("L", (300, 180))
-    tagged.getexif()[0x0112] = 6  # rotated by 90 degrees
-    image = Sample("s", tagged, "?", "!").image
-    assert image.size == (180, 300) and image.mode == "RGB"
-
-
 # Public data sets
 
 
@@ -164,26 +155,11 @@ def test_nothing_is_lost_silently(tmp_path):
         load_rl(where, on_bad="stop")
 
 
-@pytest.fixture
-def decoded(monkeypatch) -> list:
-    """What was decoded since the test began."""
-    seen = []
-    reading = lambda *cell: seen.append(cell) or read_image(*cell)  # noqa: E731
-    monkeypatch.setattr(kit.schemas, "read_image", reading)
-    return seen
-
-
-def test_images_are_decoded_when_asked_for_and_not_kept(decoded):
-    samples = load_rl(RL)
-    decoded.clear()
-    few = samples[2:5][1:]
-    assert len(few) == 2 and not decoded
-    assert few[0].id == samples[3].id and len(decoded) == 2
-
-
-def test_a_second_start_decodes_nothing_until_the_file_or_a_limit_changes(tmp_path, decoded):
+def test_a_second_start_decodes_nothing_until_the_file_or_a_limit_changes(tmp_path, monkeypatch):
     rows = [{"image": CELL, "problem": "word " * n, "answer": "!"} for n in (1, 200, 20)]
-    where = parquet(tmp_path / "a.parquet", rows)
+    where, decoded = parquet(tmp_path / "a.parquet", rows), []
+    reading = lambda *cell: decoded.append(cell) or read_image(*cell)  # noqa: E731
+    monkeypatch.setattr(kit.schemas, "read_image", reading)
 
     def load(limit: int, key=True) -> tuple[list[int], int]:
         def fits(sample):

@@ -295,9 +295,7 @@ def test_the_gap_is_between_the_sampler_and_who_learns(policy, samples, monkeypa
 
 
 @pytest.mark.parametrize("loss_agg", ["token", "sequence"])
-def test_how_a_step_is_cut_ordered_repeated_or_done_at_rate_0_changes_nothing(
-    policy, played, reference, loss_agg
-):
+def test_how_a_step_is_cut_or_done_at_rate_0_changes_nothing(policy, played, reference, loss_agg):
     whole = a_step(policy, played, A6, reference, loss_agg=loss_agg)
     for change in (dict(row_tokens=1), dict(row_tokens=150), dict(row_tokens=400), dict(updates=3)):
         alike(a_step(policy, played, A6, reference, loss_agg=loss_agg, **change), whole)

@@ -1,7 +1,5 @@
 """python -m pytest tests/test_schemas.py      rows of public sets become fields"""
 
-import io
-import math
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,6 @@ from kit.tables import Bad
 
 PICTURE = picture(0)[0]
 PNG = png(PICTURE)
-PICTURE.save(file := io.BytesIO(), "JPEG")
-HALF_A_JPEG = file.getvalue()[:900]
 
 FLAT = {"image": {"bytes": PNG, "path": None}, "problem": "<image>How many?", "answer": 4}
 VERL = rl_rows()[0]
@@ -44,19 +40,16 @@ def test_public_schemas_differ_in_their_columns_alone(schema, tmp_path):
 TWO = ["one", "two"]
 BAD = [  # what is changed in a flat row, the reason
     (dict(image=None), "nothing in images or image"),
-    (dict(image={"bytes": HALF_A_JPEG}), "no image that can be read"),
-    (dict(image=[FLAT["image"]] * 2), "a list of 2"),
+    (dict(image={"bytes": PNG[:99]}), "no image that can be read"),
     (dict(problem=" <image> "), "expected a text, got"),
     (dict(problem=None, prompt=[{"role": "system", "content": "x"}]), "text"),
     (dict(answer=None), "nothing in reward_model.ground_truth or answer"),
     (dict(answer=["4", "four"]), "expected a text or a number, got"),
     (dict(answer="C", options=TWO), "should name one of the options"),
-    (dict(answer="1" * 1001), "right by its own rule"),
-    *((dict(answer="A", options=o), "options that differ") for o in (["x", "x"], ["red", "red "])),
+    (dict(answer="A", options=["red", "red "]), "options that differ"),
     *((dict(options=value), "expected a list of texts") for value in ("(A) one", ["one", None])),
     *((dict(boxes=boxes), "x0, y0, x1, y1") for boxes in
       ([1, 2, 3, 4], [[1, 2, 3, "4"]], [[1, 2, 3, 4, 5]])),
-    *((dict(boxes=[[1, 2, 3, x]]), "holds NaN or infinity") for x in (math.nan, math.inf)),
     (dict(boxes=[[1, 2, 3, 4], [9, 2, 3, 4]]), "no pixel of an image of 480x320"),
     (dict(boxes=[[480, 2, 500, 4]]), "no pixel"),
     (dict(kind="chart"), "'search' or 'neutral', got 'chart'"),
@@ -79,11 +72,6 @@ def test_what_programs_showed_comes_back_in_its_order():
     assert fields.turns == ["a", "b", "c"] and [text for text, _ in fields.outputs] == ["12", ""]
     pictures = [fields.image, *(image for _, images in fields.outputs for image in images)]
     assert [image.tobytes() for image in pictures] == [image.tobytes() for image in shown]
-
-
-def test_boxes_are_rounded_outwards_and_cut_at_the_border():
-    row = FLAT | {"boxes": [[1.2, 2, 2.5, 4], [-5, 300.5, 9999, 1e300]]}
-    assert rl_fields(row, 0, Path())["boxes"] == ((1, 2, 3, 4), (0, 300, 480, 320))
 
 
 SOURCES = [  # name of a source, kind, does a word of KINDS stand in it?
