@@ -29,7 +29,6 @@ MORE = r"""
                     B, because it is red ; (B) A red car         B, A
                     \boxed{F = ma}, so the answer is B           (C) A red car
   F                 F                                            \boxed{F = ma}
-  A                 A ; a                                        A red car
   D                 Answer: A↵Final answer: D                    Answer: D↵Final answer: A
   0.333333333       1/3                                          0.33333
   5551234567        5551234567                                   5551234568
@@ -40,11 +39,6 @@ MORE = r"""
   no                No                                           on
   C++               C++                                          C
   2                 2 × 10^0                                     2 × 10^1
-  90 degrees        $90^\circ$ ; 90^{\circ}                      91°
-  yes               Yes                                          yes and no
-  blue [blue / red / 3 cm / 3 m]  A ; (A) blue                   the red ; E ; (B) blue
-  B [blue / red / 3 cm / 3 m]     B ; red ; (B) red ; a red      (A) red ; red or blue ; E
-  C [blue / red / 3 cm / 3 m]     3 cm ; C                       3 ; 3 m
 """[1:]
 SPECIFICATION = [*rows_of(re.search(r" right +wrong\n(.*?)\n\n", answers.__doc__, re.DOTALL)[1])]
 assert len(SPECIFICATION) > 180  # it was read
