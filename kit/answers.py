@@ -18,6 +18,7 @@ stand in brackets, parted by " / "; ↵ is a new line.
   B                       B ; b ; (B) ; B. red ; **B** ; \boxed{B}  A or B ; not B ; B and so on
                           \boxed{\textbf{(B)}} ; 【B】 ; B：red     B. C ; (B) or (C) ; AB
   B [red / blue / 2 cm]   B ; blue ; (B) blue ; Option B: blue      (A) blue ; B. red ; red ; D
+                          B - blue ; B (blue) ; blue (B) ; B blue   B - red ; red (B) ; B. blue↵C. 2
   C [red / blue / 2 cm]   C ; 2 cm ; 2 ; \text{(C)}~2               (C) 3 ; C. blue ; B, C
   B [A / B / C]           B ; B. B ; Option B: B                    B. C ; A. B
   8 [4 / 6 / 8 / 8]       C ; D ; 8 ; (D) 8                         A ; C. 6 ; C or D
@@ -25,12 +26,12 @@ stand in brackets, parted by " / "; ↵ is a new line.
   \boxed{A}               A ; (A) red                               B
   (A) red                 A ; red ; (A) red ; A. red                (A) blue ; B ; (B) red
   The answer is red       red ; it's so: the answer is red          blue ; The answer is not red
-  1234                    1,234 ; 1234.0 ; 1{,}234 ; １２３４       1,23 ; 1 234 ; 1235
+  1234                    1,234 ; 1234.0 ; 1{,}234 ; 1\,234         1,23 ; 1 234 ; 1, 234 ; 1235
   0.5                     .50 ; 1/2 ; \frac{1}{2} ; ½ ; 50%         0.50001 ; 1,5
   1.6 \times 10^{-19}     1.6e-19 ; 1.6×10⁻¹⁹ ; 1.6 x 10^-19        9.1 \times 10^{-31} ; 0 ; 1.6
   0                       0.0 ; -0                                  10^{-40} ; 0.0000001
   -2                      –2 ; − 2 ; -\frac{4}{2}                   2
-  5 cm                    5 ; 5.0 cm ; 5\text{ cm} ; 5cm            5 m ; 50 mm ; 5 cm^2
+  5 cm                    5 ; 5.0 cm ; 5\text{ cm} ; 5cm ; 5 (cm)   5 m ; 50 mm ; 5 cm^2 ; x = 5 m
   5 km/h                  5 ; 5 km per hour ; 5\mathrm{~km}/h       5 km ; 5 m/s
   12 m^2                  12 ; 12 m² ; 12 square meters             12 m ; 12 m^3
   30 °C                   30 ; 30°C ; 30^\circ C                    30 °F ; 31 °C
@@ -47,7 +48,7 @@ stand in brackets, parted by " / "; ↵ is a new line.
   $3 a b$                 3ab ; 3*b*a                               3a ; 3
   ±3                      \pm 3 ; 3, -3                             3 ; -3
   (1, 2)                  (1,2) ; \left(1, 2\right)                 (2, 1) ; 1, 2 ; [1, 2]
-  H2O                     H2O                                       HO2 ; 2OH
+  H2O                     H2O ; H₂O ; \text{H}_2\text{O}            HO2 ; 2OH
   blue                    Blue. ; the blue ; "blue" ; \text{blue}   not blue ; blue car ; yes, blue
   蓝色                    蓝色。 ; “蓝色”                           红色
 
@@ -57,12 +58,12 @@ same thing ("azure" for blue) are right if a judge says so. Text before the last
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from string import ascii_uppercase as LETTERS
 
 import mpmath as mp
 
-from kit.formulas import DIGITS, FUNCTIONS, GREEK, GROUP, near, plain, value_of
+from kit.formulas import DIGITS, FUNCTIONS, GREEK, GROUP, NAME, near, plain, value_of
 from kit.grader import GRADER
 
 MAX_ANSWER = 1000  # characters: long answers are how graders get talked round
@@ -77,16 +78,19 @@ different answers, a refusal or a remark about the question are not the same.
 Reply with one JSON object, nothing else: {"reason": "<one sentence>", "same": true or false}"""
 
 # Each expression reads one kind of thing in the table; CUE is all the text up to "answer is".
-CUE = re.compile(r".*\b(?:answer|option|choice)\b[\s*]*(?:is\b|[:：])[\s*:：]*", re.I | re.S)
+CUE = re.compile(r"(?is).*\b(?:answer|option|choice)s?\b[\s*]*(?:(?:is|are)\b|[:：])[\s*:：]*")
 BOXED = re.compile(rf"\\f?boxed\s*\{{({GROUP})\}}")
-# "B", "(B)", "B. red"
-LETTER = re.compile(r"(?:(?:option|choice) )?[(\[{]* ?([a-z]) ?(?:$|[)\]}.:,]+ ?(.*))", re.I)
-LETTERED = re.compile(r"\(?([A-Z])\)?(?:(?<=\)) ?(.+))?")  # a reference without options
-ANOTHER = re.compile(r"^\W*([A-Za-z])\W*$|\(([A-Za-z])\)|(?:\b(?:or|and)|[,/&]) ?([A-Z])\b")
+# "B", "(B)", "B. red"; where the text has to fit, also "B - red", "B (red)", "B red", "red (B)"
+LETTER = re.compile(r"(?:(?:option|choice) )?[(\[{'\"]* ?([a-z]) ?(?:$|[)\]}.:,'\"]+ ?(.*))", re.I)
+BESIDE = re.compile(r"([A-Z])(?: ?[-=] ?| ?(\()| )(.+)(?(2)\))")
+LETTERED = re.compile(r"\(?([A-Z])\)?(?:(?:(?<=\)) ?|(?<![I-Z)])[.:] )([^,;/&)].*))?")  # no options
+ANOTHER = re.compile(
+    r"^\W*([A-Za-z])(?:\W*$|\W*[,;/&]|,? (?:or|and)\b)|\(([A-Za-z])\)|\b([A-Z])[.:)]"
+    r"|(?:\b(?:or|and)|[,;/&]) ?([A-Z])\b"
+)
 AND = re.compile(r"\s*[\n,;&，；、]\s*(?:and )?| and ")  # parts an answer that names several
 FORMULA = re.compile(r"[\\^=√π<>≤≥≠±∞*+]|\b[a-z] ?[-/]|[-/] ?[a-z]\b", re.I)
-OPERAND = re.compile(r"[(\[:!|]|\d ?[A-Za-z]")  # what only the comparison of formulas reads
-WORD = re.compile(r"(?<![\\a-z])[a-z]{2}", re.I)  # but not \frac
+OPERAND = re.compile(r"[(\[:!|°]|\d ?[A-Za-z]|(?<![A-Za-z])[\dA-Za-z],")  # read by formulas.py
 LONG_WORD = re.compile(
     rf"(?<![\\A-Za-z\d])(?!(?:{'|'.join(FUNCTIONS)})(?![A-Za-z]))[A-Za-z]{{3,}}|\b(?:or|and|to|is)\b"
 )
@@ -99,9 +103,7 @@ OPENER = re.compile(
 def is_correct(reply: str | None, reference: str, options: Sequence[str] = ()) -> bool:
     """Is a reply right, by the rules alone? None, no reply, is wrong.
 
-    Raises ValueError for a reference that names none of the options, or several by one text that
-    is none of theirs. (check_reference finds that out when a row is loaded.)
-    """
+    Raises ValueError for a reference that names no option; check_reference finds that at load."""
     if reply is None or len(reply) > MAX_ANSWER:
         return False
     if options:
@@ -123,8 +125,7 @@ def is_correct(reply: str | None, reference: str, options: Sequence[str] = ()) -
 
 def check_reference(reference: str, options: Sequence[str] = ()) -> None:
     """Is a row's reference right by its own rule? Raises ValueError, which says why not."""
-    texts = [plain(option) for option in options]
-    if len(texts) > 1 and len(set(texts)) == 1:
+    if len(options) > 1 and len({*map(plain, options)}) == 1:
         raise ValueError(f"expected options that differ, got {options}: drop the question")
     if not is_correct(reference, reference, options):
         raise ValueError(
@@ -137,12 +138,18 @@ def is_open(reply: str | None, reference: str, options: Sequence[str] = ()) -> b
     """May a judge say whether a reply is right? Not where the reference is an option, a number or
     a formula. Nor where the reply says nothing: judges are known to pass ":" and "Solution:"."""
     wanted = final_answer(reference)
-    formula = FORMULA.search(wanted) and not WORD.search(wanted)
+    formula = FORMULA.search(wanted) and not re.search(r"(?i)(?<![\\a-z])[a-z]{2}", wanted)
     ruled = LETTERED.fullmatch(wanted) or read_number(wanted) or formula
     if options or ruled or not wanted or reply is None or len(reply) > MAX_ANSWER:
         return False
     said = final_answer(reply)
     return bool(re.search(r"[^\W_]", said)) and not OPENER.fullmatch(said)
+
+
+def undressed(options: Iterable[object]) -> tuple[str, ...]:
+    """The texts of options, without the letters of their own: "(A) red" and "A. red" are "red"."""
+    dress = r"^(?:\(?{0}\) ?|{0}[.:] )(?=.)"
+    return tuple(re.sub(dress.format(x), "", str(o)) for x, o in zip(LETTERS, options))
 
 
 def read_choice(reply: str, options: Sequence[str] = ()) -> str | None:
@@ -158,7 +165,7 @@ def read_choices(reply: str, options: Sequence[str] = ()) -> set[str]:
     said = conclusion(reply)
     if letter := one_choice(plain(said), texts):
         return {letter}
-    names = [plain(part) for part in AND.split(re.sub("^[Bb]oth ", "", said))]
+    names = [plain(part) for part in AND.split(re.sub("(?i)^(both|options|choices) ", "", said))]
     if re.fullmatch(r"[A-Z](?: ?[A-Z])+", plain(said)):
         names = [*plain(said).replace(" ", "")]
     letters = [one_choice(name, texts) for name in names]
@@ -179,7 +186,9 @@ def one_choice(text: str, texts: Sequence[str]) -> str | None:
     match = LETTER.fullmatch(text)
     letter, rest = (match[1].upper(), match[2] or "") if match else ("", "")
     if letter not in first or rest and text in texts:  # or an option "I. ..."
-        fits = fitting(text)
+        turned = re.sub(r"^(.+?) ?\(([A-Z])\)$", r"\2 \1", text)
+        if not (fits := fitting(text)) and (match := BESIDE.fullmatch(turned)):
+            fits = fitting(match[3]) & {first.get(match[1])}
         return fits.pop() if len(fits) == 1 else None
     if rest and (fits := fitting(rest)):
         return first[letter] if first[letter] in fits else None
@@ -195,13 +204,19 @@ def same_answer(reply: str, reference: str) -> bool:
 
 def same(reply: str, reference: str) -> bool:
     """same_answer of two plain texts."""
+    if bool(NAME.match(reply)) != bool(NAME.match(reference)):  # "x = 3" and "3"
+        return same(NAME.sub(r"\1", reply), NAME.sub(r"\1", reference))
     said, wanted = read_number(reply), read_number(reference)
     if said and wanted:
-        return same_number(*said, *wanted)
+        units = {said[1], wanted[1]}
+        shares = (x / 100 if unit == "%" else x for x, unit in (said, wanted))
+        share = units == {"%", ""} and near(*shares)  # 28% is 28 and also 0.28
+        return share or (len(units) == 1 or "" in units) and near(said[0], wanted[0])
     if same_text(reply, reference):
         return True
     (reply, unit), (reference, wanted_unit) = (
-        (text, "") if text.endswith("%") else split_unit(text) for text in (reply, reference)
+        (text, "") if text.endswith("%") else split_unit(text.replace(" and ", ", "))
+        for text in (reply, reference)
     )
     if unit != wanted_unit and unit and wanted_unit or LONG_WORD.search(f"{reply} {reference}"):
         return False
@@ -210,13 +225,15 @@ def same(reply: str, reference: str) -> bool:
 
 
 def same_text(reply: str, reference: str) -> bool:
-    """Equal but for case, hyphens between letters, a first article, and blanks around a sign, after
-    a comma, or between a number and its unit."""
+    """Equal but for case, hyphens between letters, a first article, the low form of a digit, and
+    blanks around a sign, after a comma, or between a number and its unit."""
 
     def folded(text: str) -> str:
         text = re.sub(r"(?<=[^\W\d])-(?=[^\W\d])", " ", text.casefold())
-        text = re.sub(r" ?([*/+=<>≤≥±:]) ?", r"\1", text)
-        return re.sub(r"^(?:a|an|the) (?=.)|(?<=,) |(?<=\d) (?=[a-z])", "", text)
+        text = re.sub(r"(?<=[a-z])_\{?(\d+)\}?", r"\1", text)  # H_2O
+        text = re.sub(r" ?([*/+=<>≤≥±:∠△∥⊥→∪∩]|(?<=[\d%] )-(?= \d)) ?", r"\1", text)
+        between = r"(?<=,) (?!\d{3}(?!\d))|(?<=\d) (?=[a-z])"  # but "1, 234" is no number
+        return re.sub(rf"^(?:a|an|the) (?=.)|{between}|(?<=\b[ap])\.(?=m\b)", "", text)
 
     return folded(reply) == folded(reference) != ""
 
@@ -232,30 +249,30 @@ def final_answer(reply: str) -> str:
     return plain(conclusion(reply))
 
 
-# Amounts: "5 cm", "$5" and "28 percent" are a number and perhaps a unit, which counts only where
-# both name one.
+# Amounts: "5 cm", "$5" and "28 percent" have a unit, which counts only where both name one.
 
 WHOLE = r"0*[1-9]\d*"  # what may stand under a number
 NUMBER = (  # 2 1/2, or 3, 1,234.5, 1.6e-19, 2 * 10^3, 1/2
     rf"[-+]? ?(?:\d+(?: \d+/{WHOLE}| ?\\frac\{{\d+\}}\{{{WHOLE}\}})|"
-    rf"(?:{DIGITS})(?:e[-+]?\d{{1,3}}| ?\* ?10 ?\^ ?[-+]?\d{{1,3}}\b)?(?: ?/ ?{WHOLE})?)"
+    rf"(?:{DIGITS})(?:[eE][-+]?\d{{1,3}}| ?\* ?10 ?\^ ?[-+]?\d{{1,3}}\b)?(?: ?/ ?{WHOLE})?)"
 )
 PRODUCT = r"(?:[\d.,π√{}()*/ ]|\\frac)+"
 UNITS = {  # unit -> its names; symbols also take the prefixes k, c, m, ..., and names "kilo", ...
     "m": "meter metre", "g": "gram gramme", "s": "second sec", "l": "L liter litre", "N": "newton",
     "J": "joule", "W": "watt", "V": "volt", "Pa": "pascal", "Hz": "hertz", "Ω": "ohm",
-    "mol": "mole", "eV": "", "A": "ampere amp", "K": "kelvin", "cal": "calorie",
-    "min": "minute", "h": "hour hr", "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile",
-    "lb": "pound", "oz": "ounce", "°": "degree deg", "°C": "", "°F": "", "%": "percent pct",
-    "$": "dollar usd", "€": "euro", "£": "", "cc": "",
+    "C": "°C celsius coulomb", "F": "°F fahrenheit farad", "T": "tesla", "Wb": "weber", "B": "byte",
+    "dB": "decibel", "rad": "radian", "ha": "hectare", "mol": "mole", "eV": "", "A": "ampere amp",
+    "K": "kelvin", "cal": "calorie", "min": "minute", "h": "hour hr", "in": "inch", "yd": "yard",
+    "ft": "foot feet", "mi": "mile", "lb": "pound £", "oz": "ounce", "°": "degree deg", "cc": "",
+    "%": "percent pct", "$": "dollar usd", "€": "euro", "¥": "yen", "₹": "rupee",
 }  # fmt: skip
 PREFIXES = {"kilo": "k", "centi": "c", "milli": "m", "deci": "d", "mega": "M", "giga": "G",
-            "micro": "μ", "nano": "n"}  # fmt: skip
+            "micro": "μ", "nano": "n", "tera": "T", "hecto": "h", "u": "μ"}  # fmt: skip
 UNIT_OF = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
 NAMED = sorted(UNIT_OF, key=len, reverse=True)
-PREFIX = rf"{'|'.join(PREFIXES)}|[kcmdMGμn]"
+PREFIX = rf"{'|'.join(PREFIXES)}|[kcmdMGμnTh]"
 UNIT = re.compile(rf"({PREFIX})?({'|'.join(map(re.escape, NAMED))})(?:s|es)?")
-FACTOR = re.compile(r" ?([*/]?) ?([^\W\d_]+|°[CF]?|[%$€£])\.?(?:\^?(-?\d))?")
+FACTOR = re.compile(r" ?([*/]?) ?([^\W\d_]+|°[CF]?|[%$€£¥₹])\.?(?:\^?(-?\d))?")
 AMOUNTS = re.compile(  # what follows a number and is no unit: part of the number, or a letter
     rf"(?:hundred|thousand|.illion|dozen|lakh|crore|hal(?:f|ve)|third|quarter|\w+th|squared|cubed|"
     rf"and|or|to|{'|'.join(GREEK)})s?"
@@ -265,16 +282,16 @@ AMOUNTS = re.compile(  # what follows a number and is no unit: part of the numbe
 def read_number(text: str) -> tuple[mp.mpf, str] | None:
     """(value, unit or "") if the whole plain text is one number, else None."""
     number, unit = split_unit(text)
-    return (value_of(number)[0], unit) if re.fullmatch(NUMBER, number, re.I) else None
+    return (value_of(number)[0], unit) if re.fullmatch(NUMBER, number) else None
 
 
 def split_unit(text: str) -> tuple[str, str]:
     """A number or a product and its unit; the whole text and "" if there is none."""
-    sign, currency, rest = re.fullmatch(r"([-+]?) ?([$€£]?) ?(.*)", text).groups()
+    sign, currency, rest = re.fullmatch(r"([-+]?) ?((?:US)?\$|[€£¥₹]|) ?(.*)", text).groups()
     for form in (NUMBER, PRODUCT):
-        match = re.fullmatch(rf"({form})(.*)", f"{sign}{rest}", re.I)
+        match = re.fullmatch(rf"({form})(.*)", f"{sign}{rest}")
         if match and (unit := read_unit(match[2])) is not None and (unit or currency):
-            return match[1].strip(), unit or currency
+            return match[1].strip(), unit or UNIT_OF[currency.removeprefix("US")]
     return text, ""
 
 
@@ -283,9 +300,9 @@ def read_unit(text: str) -> str | None:
     text = re.sub(r"(?:°|degrees?) ?([CF])(?:elsius|ahrenheit)?\b", r"°\1", text, flags=re.I)
     text = re.sub(r"(?i)\b(?:square|sq\.?) (\w+)|(\w+) squared", r"\1\2^2", text)
     text = re.sub(r"(?i)\b(?:cubic|cu\.?) (\w+)|(\w+) cubed", r"\1\2^3", text)
-    text = re.sub(
-        r"\bkm?p?h$", "km/h", text.replace("μ ", "μ").replace(" per ", "/").replace("mph", "mi/h")
-    ).rstrip()
+    text = text.replace("μ ", "μ").replace("per cent", "percent").replace(" per ", "/")
+    text = re.sub(r"\bkm?p?h$", "km/h", re.sub(r"\bmph$", "mi/h", text)).rstrip()
+    text = re.sub(r"^ ?[(\[](.*)[)\]]$", r"\1", text)
     if not re.fullmatch(rf"(?:{FACTOR.pattern})*", text):
         return None
     powers: dict[str, int] = {}
@@ -296,14 +313,6 @@ def read_unit(text: str) -> str | None:
         elif len(powers) or len(name) < 3 or text[0] != " " or AMOUNTS.fullmatch(name.lower()):
             return None
         powers[name.rstrip("s") or "s"] = int(power or 1) * (-1 if over == "/" else 1)
-    if text in ("s", "A", "K", "d", "in"):  # 1990s, 4K and 3A are no amounts
+    if text in ("s", "in", " B", *"AKdCFTB"):  # 1990s, 4K and 3A are no amounts
         return None
     return "*".join(name + f"^{power}" * (power != 1) for name, power in sorted(powers.items()))
-
-
-def same_number(said: mp.mpf, unit: str, wanted: mp.mpf, wanted_unit: str) -> bool:
-    """Whole numbers exactly, others within a millionth. 28% is 28 and also 0.28."""
-    shares = (x / 100 if its == "%" else x for x, its in ((said, unit), (wanted, wanted_unit)))
-    if {unit, wanted_unit} == {"%", ""} and near(*shares):
-        return True
-    return (unit == wanted_unit or "" in (unit, wanted_unit)) and near(said, wanted)

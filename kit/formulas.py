@@ -30,23 +30,22 @@ import numpy as np
 mp.mp.dps, CANCELLED = 60, mp.mpf(10) ** -40  # digits; a sum so much less than its terms is 0
 TRIALS = 9  # a value is [TRIALS], an array of mpmath's numbers
 SIGNS = {
-    "*": r"× · ⋅ ∙ \times \cdot \ast", "/": r"÷ ∕ ⁄ \div", "-": "− – ‐ ‑", "^": "**",
-    "≤": r"<= ⩽ \le \leq \leqslant", "≥": r">= ⩾ \ge \geq \geqslant", "≠": r"!= \ne \neq",
+    "*": r"× · ⋅ ∙ ∗ • \times \cdot \ast", "/": r"÷ ∕ ⁄ \div", "-": "− – — ‐ ‑", "^": "**",
+    "≤": r"<= ⩽ ≦ \le \leq \leqslant", "≥": r">= ⩾ ≧ \ge \geq \geqslant", "≠": r"!= \ne \neq",
     "<": r"\lt", ">": r"\gt", "±": r"+/- \pm", "∓": r"\mp", "∞": r"\infty infinity", "∈": r"\in",
-    "√": r"\sqrt sqrt", "≈": r"\approx \sim ∼", "°": r"^\circ ^{\circ} \circ \degree", "'": r"′",
+    "√": r"\sqrt sqrt", "≈": r"\approx \sim ∼", "°": r"^\circ ^{\circ} \circ \degree", "'": "′ ’ ‘",
     "|": r"\lvert \rvert \vert", "%": r"\%", "$": r"\$", "\\frac": r"\dfrac \tfrac \cfrac",
-    " ": r"\, \; \: \quad \qquad \\", "∠": r"\angle", "△": r"\triangle", "(": "【 〔",
-    ")": "】 〕", ".": "。", ",": "、 {,}",
+    " ": r"\, \; \: \quad \qquad \\", "∠": r"\angle", "△": r"\triangle", "∥": r"\parallel",
+    "⊥": r"\perp", "∪": r"\cup", "∩": r"\cap", "∅": r"\emptyset \varnothing", "→": r"\to",
+    "(": "【 〔", ")": "】 〕", ".": "。", ",": "、 {,}", ":": "∶",
 }  # fmt: skip
 GREEK = dict(zip(
     ("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho "
      "sigmaf sigma tau upsilon phi chi psi omega").split(), map(chr, range(0x3B1, 0x3CA)),
 ))  # fmt: skip
 SIGN_OF = {form: sign for sign, forms in SIGNS.items() for form in forms.split()}
-SIGN_OF |= {"\\ ": " ", "\\!": ""}
-FRACTIONS = {sign: normalize("NFKC", sign).split("⁄") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}
-FRACTIONS = {sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in FRACTIONS.items()}
-FRACTIONS = str.maketrans(FRACTIONS | {"º": "°", "˚": "°"})
+SIGN_OF |= {"\\ ": " ", "\\!": "", "{}": ""}
+CHARACTERS = str.maketrans("º˚", "°°", "\u00ad\u200b\u200c\u200d\u2060\ufeff")  # last: invisible
 FORMS = "|".join(  # a command or a word ends where its letters end, and no word begins amid one
     (r"(?<![A-Za-z\\])" if form[0].isalpha() else "")
     + re.escape(form)
@@ -57,29 +56,35 @@ GROUP = r"[^{}]*+"
 for _ in range(8):
     GROUP = rf"(?:[^{{}}]|\{{{GROUP}\}})*+"  # whatever holds whole groups {...}, eight deep
 STYLES = (
-    r"\\(?:text(?!color)[a-z]*|math(?:rm|bf|it|sf|tt|cal|normal)|operatorname\*?|[mhf]box|boldsymbol"
-    r"|bm|pmb|bf|rm|it|sf|tt|em(?:ph)?|underline|displaystyle|left|right|[bB]igg?[lr]?|limits)"
+    r"\\(?:text(?!color)[a-z]*|math(?:rm|bf|bb|it|sf|tt|cal|normal)|operatorname\*?|(?:[mhf]|frame)box"
+    r"|boldsymbol|bm|pmb|bf|rm|it|sf|tt|em(?:ph)?|underline|displaystyle|left|right|[bB]igg?[lr]?"
+    r"|limits|[lL]arge|huge)"
 )
 MARKUP = {
     r"\\\\(?=[A-Za-z])": r"\\",
+    r"(\\[A-Za-z]+)(?=\\[A-Za-z])": r"\1 ",  # so that no \text{...} grows together with it
+    r"(?<=\d)\\,(?=\d{3}(?!\d))": "",  # 12\,000
     r"\\(?:text)?color ?\{[a-z]+\}": "",
     rf"{STYLES} ?\{{({GROUP})\}}": r"\1",
     rf"{STYLES}(?![A-Za-z]) ?": "",
     r"(?<!\\)\$\$?([^$]+?)(?<!\\)\$\$?": r"\1",
     r"\\[(\[](.+?)\\[)\]]": r"\1",
     r"(?<![\w)*])(\*\*|__|\*|_|`)(?=\S)(.+?)(?<=\S)\1(?![\w(*])": r"\2",
-    r"(?<![\\_^}\]√A-Za-z])\{([A-Za-z ]+)\}": r"\1",  # {\rm cm}
+    r"(?<![\\_^}\]√A-Za-z\d])\{([A-Za-z ]+|[\d.]+)\}": r"\1",  # {\rm cm}, {60}^\circ
+    r"\*+(?=[.,;:!?]+\Z)": "",  # after "the answer is **"
 }
 LAYOUT = {
     **{"∛": "√[3]", "∜": "√[4]"},
     FORMS: lambda match: SIGN_OF[match[0] if match[0] in SIGN_OF else match[0].rstrip()],
-    rf"(?i)(?:\\(?:var)?|(?<![A-Za-z\\]))({'|'.join(GREEK)})(?![A-Za-z])": (
+    rf"(?ai)(?:\\(?:var)?|(?<![A-Za-z\\]))({'|'.join(GREEK)})(?![A-Za-z])": (
         lambda match: (str.lower if match[1].islower() else str.upper)(GREEK[match[1].lower()])
     ),
     r"(?<=[^\s=<>≤≥≈(,:])\s*~": " ",  # LaTeX's blank, but "~3" is about 3
     r"\s+": " ",
-    r"(?<=\d) ?x ?(?=10 ?\^)": "*",
+    r"(?<=\d) ?[xX] ?(?=10 ?\^)": "*",
+    r"(?<=\d) ?\^ ?\{(st|nd|rd|th)\}": r"\1",
     r"\^ ?\{ ?([-+]?\d+|[A-Za-z]) ?\}": r"^\1 ",
+    r"_ ?\{(\w)\}(?!\d)": r"_\1",
     r"\\frac ?(\d) ?(?=[\d{])": r"\\frac{\1}",
     r"(\\frac ?\{[^{}]*\}) ?(\d)": r"\1{\2}",
 }
@@ -87,8 +92,11 @@ LAYOUT = {
 
 def plain(text: str) -> str:
     """A text without markup and outer punctuation, and with one spelling for each sign."""
-    text = re.sub("[⁰¹²³⁴-⁹⁺⁻ⁿ]+", r"^{\g<0>}", text.translate(FRACTIONS))
-    text, before = normalize("NFKC", text), None
+    for sign, characters in {"^": "⁰¹²³⁴-⁹⁺⁻⁽⁾ⁱⁿʰʳˢˣʸᵃ-ᵛ", "_": "₀-₉₊₋₍₎ₐ-ₜᵢ"}.items():
+        text = re.sub(f"[{characters}]+", rf"{sign}{{\g<0>}}", text)
+    half = lambda f: re.sub("(.)⁄(.+)", r"\\frac{\1}{\2}", normalize("NFKC", f[0]))  # noqa: E731
+    text = re.sub("[¼-¾⅐-⅞]", half, text)
+    text, before = normalize("NFKC", text.translate(CHARACTERS)), None
     while text != before:
         before = text
         for pattern, new in MARKUP.items():
@@ -98,7 +106,7 @@ def plain(text: str) -> str:
     before = None
     while text != before:
         before, text = text, text.strip(" *`").lstrip(":") or text.strip()
-        text = re.sub(r"""^(?:["'“‘「](.*)["'”’」]|\{(.*)\})$""", r"\1\2", text)
+        text = re.sub(r"""^(?:["'“「«](.*)["'”」»]|\{(.*)\})$""", r"\1\2", text)
         text = re.sub(r"(?<=.)(?:[.,;:?]|(?<=[^\W\d_]{2})!)$", "", text)
     return text
 
@@ -160,7 +168,7 @@ TOKEN = re.compile(
     r"|[A-Za-zα-ωΑ-Ω](?:_(?:\{\w+\}|\w))?'*|[-+*/^=≠<>≤≥∈:,;!%°|_√∞(){}\[\]]"
 )
 MIXED = re.compile(r"\d+ (?:frac \{ (\d+) \} \{ (\d+) \}|(\d+) / (\d+)(?! [!^]))")
-NAME = re.compile(r"(^|[,;(] ?)[^\W\d]\w*'*(?:\([a-z]\))? ?[=∈] ?")  # the "x =" of "x = 3"
+NAME = re.compile(r"(^|[,;(] ?)(?:m?∠ ?\w+|[^\W\d]\w*)(?:\{\w+\})?'*(?:\([a-z]\))? ?[=∈] ?")
 
 
 class Reader:
@@ -252,7 +260,7 @@ class Reader:
 
 def number(value) -> np.ndarray:
     """A constant, or the digits of one, as a value: the same in each trial. [TRIALS]"""
-    value = value.replace(",", "") if isinstance(value, str) else +value
+    value = "0" + value.replace(",", "") if isinstance(value, str) else +value  # mpmath reads no .0
     return np.full(TRIALS, mp.mpmathify(value))
 
 

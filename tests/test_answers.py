@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kit import answers
-from kit.answers import check_reference, is_correct, is_open, read_choice, same_answer
+from kit.answers import check_reference, is_correct, is_open, read_choice, same_answer, undressed
 from kit.formulas import plain
 
 
@@ -39,6 +39,31 @@ MORE = r"""
   no                No                                           on
   C++               C++                                          C
   2                 2 × 10^0                                     2 × 10^1
+  B [red / blue]    The answer is **B**. ; '**(B) blue**.'       *A*. ; A, B, and A
+  B [1 / 2 / 3]     2 (B) ; B = 2 ; B – 2 ; "B"                  3 (B) ; 2 (A) ; A. 1↵B. 2
+  A [A cat / A dog / I / vitamin C]  A cat ; A. A cat ; a cat    A dog ; A (I) ; I
+  D [A cat / A dog / I / vitamin C]  D. vitamin C ; vitamin C    (D) A cat ; C
+  A, C [red / blue / green]  Options A and C ; ['A', 'C']        A, B ; A. red
+                    A. red↵C. green ; A, C, and A                A. red↵B. blue↵C. green
+  A. red            A ; red ; (A) red ; A. red                   (A) blue ; B ; (B) red
+  1, 2              2, 1 ; 1 and 2 ; x=1, y=2                    1 ; 1, 2, 3 ; 1 or 2 ; 12
+  E. coli           E. coli ; E                                  coli bacteria ; F
+  R. Smith          R. Smith                                     R ; Smith
+  .0                0 ; .00 ; 0.0                                .01
+  5                 **5**. ; x = 5 ; ‘5’ ; 5​                .0 ; 5 x ; xİ ; 5\FRAC{1}{2}
+  don't             don’t                                        dont
+  2ˣ                2^x ; 2^{x}                                  2x ; 2
+  5ᵗʰ               5th ; $5^{th}$                               5
+  \log_2 3          log₂3 ; \log_{2}{3}                          log(23) ; log 3
+  10₂               10_2 ; 10_{2}                                102 ; 10
+  x₁ = 2            x_1 = 2 ; x_{1}=2 ; x1 = 2 ; 2               x_2 = 2
+  AB ∥ CD           AB \parallel CD ; AB∥CD                      AB ⊥ CD
+  \angle ABC = 30^\circ   ∠ABC=30° ; ∠ ABC = 30° ; 30° ; {30}^{\circ}   31° ; ∠ABD = 30°
+  -2                — 2 ; –2                                     2
+  2008-2012         2008 – 2012 ; 2008–2012                      2009-2013
+  9:30 AM           9:30 a.m. ; 9:30am                           9:30 pm ; 9:30
+  6.02e23           6.02X10^23 ; 6.02\times{10}^{23}             6.02×10₂₃
+  12\,000\text{ m}  12000 ; 12,000 m                             12
 """[1:]
 SPECIFICATION = [*rows_of(re.search(r" right +wrong\n(.*?)\n\n", answers.__doc__, re.DOTALL)[1])]
 assert len(SPECIFICATION) > 180  # it was read
@@ -101,6 +126,7 @@ REPORTED = [  # by people who train and evaluate such policies: options, reply, 
     *[(("blue", "red"), reply, "B") for reply in ("（B）", "【B】 red", "Ｂ。")],
     (("28%", "28"), "28", "B"), (("1200", "1500"), "1,500", "B"),  # to the letter wins
     (("x", "y"), "y", "B"),  # there is no option Y
+    (("B", "A", "D", "C"), "A. B", "A"), (("B", "A", "D", "C"), "A. A", None),
     ((), "Final choice: **D**", "D"),
 ]  # fmt: skip
 
@@ -117,7 +143,14 @@ UNITS = [
     ("20 N·m", "20 N m", True), ("10 cm³", "10 cubic centimeters", True), ("5 CM", "5 cm", True),
     ("300 K", "300", True), ("3K", "3", False), ("1990s", "1990", False), ("3 dozen", "3", False),
     (r"25\pi \text{ cm}^2", "25π", True), ("25π cm²", "25π m²", False), ("5:30 am", "5", False),
-    (r"400 \mathrm{~cm}^{2}", "400", True), ("30 °C", "30 degrees Celsius", True),
+    (r"400 \mathrm{~cm}^{2}", "400", True),
+    (r"5\ \mathrm{m}\cdot\mathrm{s}^{-1}", "5 m/s", True), (r"5\mu\mathrm{m}", "5 um", True),
+    (r"1.6\times10^{-19}\text{ C}", "1.6e-19", True), ("5 μF", "5", True), ("16 GB", "16", True),
+    ("30 °C", "30 C", True), ("30 °F", "30 C", False), ("£5", "5 pounds", True),
+    ("¥5", "5 yen", True), ("$5", "US$5", True), ("60 km/h", "60 kmph", True),
+    ("28%", "28 per cent", True), ("3 B", "3", False), ("3C", "3", False), ("1.5T", "1.5", False),
+    ("5 [cm]", "5 cm", True), ("A = 5 cm", "5 cm", True), ("A = 5 cm", "5 m", False),
+    ("30 °C", "30 degrees Celsius", True),
 ]  # fmt: skip
 
 
@@ -154,6 +187,8 @@ bare = st.one_of(amounts, formulas, st.sampled_from(words))
 @example("a=b or c=d")
 @example(r"\frac{1}{")
 @example("A'")
+@example(".0")
+@example("(A), (C)")
 def test_law_every_reference_is_right_by_its_own_rule(reference):
     check_reference(reference)
     assert is_correct(reference, reference)
@@ -187,7 +222,15 @@ DRESSES = (
     r"\text{%s}", r"\textbf{%s}", r"\mathbf{%s}", r"\mathrm{%s}", r"{\bf %s}", r"\boldsymbol{%s}",
     r"\boxed{%s}", r"\boxed{\text{%s}}", r"\fbox{\textit{%s}}", "$%s$", r"$\boxed{%s}$", r"\(%s\)",
     r"\[ %s \]", "**%s**", "`%s`", '"%s"', "“%s”", "The answer is %s.", "**Answer:** %s", "%s。",
+    "The answer is **%s**.",
 )  # fmt: skip
+
+
+def test_options_lose_the_letters_of_their_own():
+    for options in (["(A) red", "(B)blue"], ["A. red", "B. blue"], ["A) red", "B: blue"]):
+        assert undressed(options) == ("red", "blue")
+    others = ("B. red", "B:C", "C", "D.5", "A cat")
+    assert undressed(others) == others and undressed([1, "(B)"]) == ("1", "(B)")
 
 
 @given(bare, bare, st.sampled_from(DRESSES))
