@@ -6,7 +6,7 @@ Concept     A row that cannot be scored stops an evaluation. This reads the whol
 Paper       nothing
 In          the name of a benchmark, and its file
 Out         how many rows would be scored by which rule; the bad ones, each with the reason
-Left out    decoding: of a picture is only asked whether it is there
+Left out    decoding pictures above 64 KB: of these is only asked whether they are there
 Read next   kit/benchmarks.py (the rules), docs/benchmarks.md (where they differ from the authors')
 
     python evaluate.py --bench mmmu --data MMMU_DEV_VAL.tsv --check

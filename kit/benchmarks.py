@@ -25,7 +25,7 @@ from string import ascii_uppercase as LETTERS
 
 from PIL import Image
 
-from kit.answers import check_reference, final_answer, is_open, read_number, same_answer
+from kit.answers import check_reference, final_answer, is_open, read_number, same_answer, undressed
 from kit.boxes import outwards
 from kit.grader import GRADER
 from kit.tables import Bad, Usable, blaming, read_image, read_rows
@@ -57,12 +57,14 @@ COLUMNS = {
     "picture": ("decoded_image", "image", "bytes", "Image", *(f"image_{i}" for i in range(1, 8)),
                 "image_path"),
 }  # fmt: skip
+LISTED = ("['", '["')  # so begins a list of texts; [0, 1) is an interval
 
 
 def maybe(row: dict, field: str, default=None):
     """What a row holds of a field of COLUMNS, or in a column of that name; else the default."""
     cells = (row.get(name) for name in COLUMNS.get(field, (field,)))
-    return next((cell for cell in cells if cell not in (None, "", [], {})), default)
+    filled = (c.strip() and c if isinstance(c, str) else c for c in cells)  # a blank is nothing
+    return next((cell for cell in filled if cell not in (None, "", [], {})), default)
 
 
 def filled(row: dict, field: str):
@@ -85,7 +87,7 @@ def ask(row: dict, rule: Callable | None = None, choice: bool = False, **given) 
     """The fields of a question: those `given`, the others from their columns. Its answer has to be
     right by the rule that will score it. choice: it cannot be asked without options."""
     fields = {name: given.get(name) or filled(row, name) for name in ("question", "answer", "part")}
-    options = tuple(map(str, given["options"] if "options" in given else options_of(row)))
+    options = undressed(given["options"] if "options" in given else options_of(row))
     if choice and not options:
         raise Bad("options", f"expected options in {', '.join(COLUMNS['options'])}, A, B, ...")
     answer = str(fields["answer"]).strip()
@@ -117,8 +119,9 @@ def vstar(row: dict) -> dict:
     labels = row["folder"] / Path(filled(row, "image")).with_suffix(".json")
     if not labels.is_file():
         raise Bad("image", f"expected its boxes in {labels}")
-    found = json.loads(labels.read_text(encoding="utf-8"))["bbox"]  # x, y, width, height of each
-    boxes = tuple(outwards(x, y, x + width, y + height) for x, y, width, height in found)
+    with blaming("image"):  # x, y, width, height of each box
+        found = filled(json.loads(labels.read_text(encoding="utf-8")), "bbox")
+        boxes = tuple(outwards(x, y, x + width, y + height) for x, y, width, height in found)
     row = row | {"question": question, "answer": filled(row, "label")}
     return ask(row, choice=True, options=options, boxes=boxes)
 
@@ -133,9 +136,8 @@ def hrbench(row: dict) -> dict:
 
 
 def mme_realworld(row: dict) -> dict:
-    options = [re.sub(r"^\([A-E]\) ?", "", option) for option in options_of(row)]
     part = filled(row, "part").split("/")[0]  # Perception or Reasoning
-    return ask(row, choice=True, options=options, part=part)
+    return ask(row, choice=True, part=part)
 
 
 def vlmblind(row: dict) -> dict:
@@ -164,9 +166,13 @@ def mathvista(row: dict) -> dict:
     row = {**literal(maybe(row, "metadata", {})), **row}  # the hub's rows have the task there
     question, form, answer = (filled(row, c) for c in ("question", "answer_type", "answer"))
     if filled(row, "question_type") == "multi_choice":
-        return ask(row, choice=True, question=question.split("\nChoices:")[0])
+        texts = [*map(str, options_of(row))]
+        if answer in [*LETTERS] and answer in texts:  # it is a text, even where that is a letter
+            answer = LETTERS[texts.index(answer)]
+        return ask(row, choice=True, question=question.split("\nChoices:")[0], answer=answer)
     precision = maybe(row, "precision")
-    digits = len(str(answer).partition(".")[2]) if precision is None else int(float(precision))
+    with blaming("precision"):
+        digits = decimals(answer) if precision is None else int(float(precision))
     wanted, rule = {
         "integer": ("a whole number", partial(rounded, int)),
         "float": (f"a number with {digits} decimals", partial(rounded, lambda x: round(x, digits))),
@@ -202,7 +208,7 @@ def mathverse(row: dict) -> dict:
     """(Of the version "Vision Only" even the question stands in the image.)"""
     row = {**literal(maybe(row, "metadata", {})), **row}
     question, *choices = filled(row, "question").split("\nChoices:")
-    options = re.findall(r"^[A-Z]:(.*)$", "".join(choices), re.MULTILINE)
+    options = re.findall(r"^\(?[A-Z][:：.)] ?(.*)$", "".join(choices), re.MULTILINE)
     return ask(row, question=question, options=options, part=filled(row, "problem_version"))
 
 
@@ -223,13 +229,14 @@ def charxiv(row: dict) -> dict:
     nowhere in the chart (type 4) is asked for with its decimals, as the authors ask."""
     question, part = filled(row, "question"), "descriptive" if "qid" in row else "reasoning"
     if str(maybe(row, "reasoning_a_type")) == "4":
-        question += f"\nAnswer with {kind_of_number(str(filled(row, 'answer')))}."
+        digits = decimals(filled(row, "answer"))
+        wanted = f"a number with {digits} decimals" if digits else "a whole number"
+        question += f"\nAnswer with {wanted}."
     return ask(row, question=question, part=part)
 
 
-def kind_of_number(text: str) -> str:
-    digits = len(text.partition(".")[2])
-    return f"a number with {digits} decimals" if digits else "a whole number"
+def decimals(number: object) -> int:
+    return len("".join(re.findall(r"\.(\d+)", str(number))[:1]))
 
 
 def mmmu(row: dict) -> dict:
@@ -242,7 +249,7 @@ def mmmu(row: dict) -> dict:
         question += "\n(The images stand below each other, image 1 at the top.)"
     # The hub's rows have their subject in an id such as validation_Math_1.
     part = maybe(row, "category") or re.sub(r"^[a-z]+_|_\d+$", "", filled(row, "id"))
-    by_rule = answer.startswith("[") or read_number(final_answer(answer))
+    by_rule = answer[:2] in LISTED or read_number(final_answer(answer))
     rule = two_decimals if by_rule and not options else None
     return ask(row, rule, question=question, options=options, answer=answer, part=part)
 
@@ -250,7 +257,7 @@ def mmmu(row: dict) -> dict:
 def two_decimals(answer: str, references: str) -> bool:
     """One of the references is enough. Numbers are equal if they are when rounded to two decimals:
     0.29 is 0.286, and the authors' rule says so."""
-    listed = literal(references) if references.startswith("[") else [references]
+    listed = literal(references) if references[:2] in LISTED else [references]
     texts, said = [*map(str, listed)], round(as_float(answer), 2)
     near = any(round(as_float(text), 2) == said for text in texts)
     return near or answer == references or any(same_answer(answer, text) for text in texts)
@@ -298,19 +305,18 @@ class Questions:
 
     def fields(self, i: int) -> dict:
         """What row i asks. Raises Bad for one that cannot be asked or scored, and for one whose
-        picture is not there; but what is there is not decoded."""
+        picture is not there; of those that are, only small ones are decoded."""
         row = self.row(i)
         filled(row, "picture")
         with blaming("image"):
             for cell in pictures(row):
-                if len(cell) < 4096:  # a path, or perhaps no picture
+                if len(cell) < 65536:  # a path, or one that may be cut, or is no picture
                     read_image(cell, row["folder"], whole=False)
         fields = self.bench.read(row)
         return fields | {"id": f"{self.name}-{i}-{fields['id']}".rstrip("-")}  # theirs: no key?
 
     def usable(self, make: Callable[[int], object], on_bad: str = "stop") -> Usable:
-        """What make(i) makes of each row that counts (see Usable): a score over fewer rows is
-        another score."""
+        """What make(i) makes of each row that counts (see Usable)."""
         return Usable(self.numbers, self.fields, make, on_bad, self.title)
 
     def way(self, i: int) -> str:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from kit.answers import check_reference
+from kit.answers import check_reference, undressed
 from kit.boxes import outwards
 from kit.tables import Bad, blaming, read_image
 
@@ -42,8 +42,7 @@ KINDS = {
 
 def rl_fields(row: dict, number: int, folder: Path) -> dict:
     """One row -> id, image, question, answer, options, kind, boxes, source, as in data.Sample. The
-    row's number makes an id where there is none; relative paths start from `folder`. Raises Bad,
-    which names the field that is to blame."""
+    row's number makes an id where there is none; paths start from `folder`. Raises Bad."""
     for field in ("image", "question", "answer"):
         if cell_of(row, field) is None:
             raise Bad(field, f"nothing in {' or '.join(COLUMNS[field])}")
@@ -55,6 +54,7 @@ def rl_fields(row: dict, number: int, folder: Path) -> dict:
     options, boxes = row.get("options") or [], row.get("boxes") or []
     if not isinstance(options, list) or not all(isinstance(o, str) and o for o in options):
         raise Bad("options", f"expected a list of texts, got {reprlib.repr(options)}")
+    options = undressed(options)
     with blaming("answer"):
         check_reference(answer, options)
     kind = row.get("kind") or KINDS.get(named(source, KINDS), "search")
@@ -68,7 +68,7 @@ def rl_fields(row: dict, number: int, folder: Path) -> dict:
         got = reprlib.repr(boxes)
         raise Bad("boxes", f"expected [x0, y0, x1, y1] each, got {got}: {error}") from error
     id = str(row.get("id") or f"{source or 'row'}-{number}")
-    return dict(id=id, image=image, question=question, answer=answer, options=tuple(options),
+    return dict(id=id, image=image, question=question, answer=answer, options=options,
                 kind=kind, boxes=boxes, source=source)  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def cell_of(row: dict, field: str):
     for column in COLUMNS[field]:
         outer, _, inner = column.rpartition(".")
         cell = ((row.get(outer) or {}) if outer else row).get(inner)
-        if cell not in (None, "", []):
+        if cell not in (None, "", []) and cell == cell:  # NaN, too, is none
             return cell
     return None
 
@@ -113,8 +113,7 @@ OTHER_PATH = re.compile(r"/(?:[\w.+-]+/)+([\w.+-]+\.(?:png|jpe?g|webp|bmp|gif|ti
 
 
 class Demonstrated(NamedTuple):
-    """What a demonstrator did. turns[k] ran a program, and outputs[k] is what it showed: a text and
-    pictures. The last turn has no output."""
+    """What a demonstrator did. turns[k] ran a program that showed outputs[k]; the last none."""
 
     question: str
     image: Image.Image
@@ -124,8 +123,7 @@ class Demonstrated(NamedTuple):
 
 def thyme_fields(row: dict, folder: Path) -> Demonstrated:
     """One row of Thyme-SFT: `image`, a list of pictures; `question`; `response`, a single message
-    that holds code, and what it showed inline. Paths become those of our sandbox. Raises Bad, which
-    names the field that is to blame."""
+    that holds code, and what it showed inline. Paths become those of our sandbox. May raise Bad."""
     for name, kind in (("image", list), ("question", str), ("response", str)):
         if not row.get(name) or not isinstance(row[name], kind):
             raise Bad(name, f"expected a {kind.__name__}, got {str(row.get(name))[:60]!r}")

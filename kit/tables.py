@@ -38,12 +38,11 @@ from kit.pictures import upright_rgb
 SUFFIXES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".tsv": "csv", ".csv": "csv"}
 PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")  # PIL may open
 # Of a dict's keys the first counts: beside bytes, a path only says where they came from.
-CELL_KEYS = ("bytes", "path", "image_url", "image", "url")
+CELL_KEYS = ("bytes", "path", "image_url", "image", "url", "base64", "data", "source")
 
 
 class Lazy(Sequence):
-    """make(key) for every key, each time it is asked for, as the pictures of 50,000 questions fit
-    in no memory. A slice is Lazy too."""
+    """make(key) for every key, each time it is asked for: 50,000 pictures fit in no memory."""
 
     def __init__(self, make: Callable, keys: Sequence) -> None:
         self.make, self.keys = make, keys
@@ -73,8 +72,7 @@ class Rows(Lazy):
     def fingerprint(self) -> str:
         """The number of rows, and a hash of the tables' files in their order: the same for a copy,
         whose path and time are others. Of a file above 64 MB the hash takes its size and 64 parts
-        of 1 MB, evenly spread, as a start should not read 100 GB. Pictures that lie in files of
-        their own do not count."""
+        of 1 MB, evenly spread, as a start should not read 100 GB. Files of pictures do not."""
         digest, part = hashlib.sha256(), 1 << 20
         for path, _, size in self.version:
             digest.update(f"{size} ".encode())
@@ -167,11 +165,11 @@ def _table(file: Path):
 def read_image(cell: object, folder: Path | str = ".", whole: bool = True) -> Image.Image:
     """Any public form of an image cell, made upright, opaque and RGB: bytes, a path (relative to
     `folder`), base64, a data URL, a dict with one of CELL_KEYS, or a list of one of these. whole:
-    False to read its head alone. ValueError says what came instead."""
+    False to read the head alone of one above 64 KB. ValueError says what came instead."""
     encoded = io.BytesIO(image_bytes(cell, folder))
     try:
         image = Image.open(encoded, formats=PICTURES)
-        return upright_rgb(image) if whole else image
+        return upright_rgb(image) if whole or encoded.getbuffer().nbytes < 65536 else image
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, struct.error,
             Image.DecompressionBombError) as error:  # fmt: skip
         # PIL names an object of ours, and not the formats.
@@ -194,7 +192,7 @@ def image_bytes(cell: object, folder: Path | str = ".") -> bytes:
     path = os.path.join(folder, cell.removeprefix("file://"))
     if os.path.isfile(path):  # False also for text that can be no path
         return Path(path).read_bytes()
-    text = re.sub(r"^data:[^,]*,|\s", "", cell).translate(str.maketrans("-_", "+/"))
+    text = re.sub(r"(?i)^\s*data:[^,]*,|\s", "", cell).translate(str.maketrans("-_", "+/"))
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError:

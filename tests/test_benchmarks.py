@@ -12,7 +12,7 @@ from data import Sample
 from evaluate import load_bench
 from evaluate import main as evaluate_main
 from kit.benchmarks import BENCHES, pictures, published, sheet
-from kit.tables import read_image
+from kit.tables import Bad, read_image
 from rewards import grade
 
 
@@ -130,6 +130,8 @@ def test_every_benchmark_of_the_paper_has_a_row_here():
 @pytest.mark.parametrize("answer, kind, asked", [
     ("0.25", 4, "?\nAnswer with a number with 2 decimals."),
     ("3", 4, "?\nAnswer with a whole number."), ("3", 3, "?"),
+    ("2.5%", 4, "?\nAnswer with a number with 1 decimals."),
+    ("25%", 4, "?\nAnswer with a whole number."),
 ])  # fmt: skip
 def test_charxivs_free_numbers_are_asked_for_with_their_decimals(answer, kind, asked):
     fields = fields_of("charxiv, hub", reasoning_a=answer, reasoning_a_type=kind)
@@ -141,6 +143,14 @@ def write_tsv(path, rows):
         writer = csv.DictWriter(file, {k: 0 for row in rows for k in row}, delimiter="\t")
         writer.writeheader(), writer.writerows(rows)
     return path
+
+
+@pytest.mark.parametrize("labels", ['{"bbox": [[1, 2]]}', '{"target": []}', '{"bbox": [[1, 2'])
+def test_boxes_of_vstar_that_cannot_be_read_are_named(tmp_path, labels):
+    (tmp_path / "a.json").write_text(labels)
+    row = {"text": "What?\n(A) red\n(B) blue", "image": "a.png", "label": "A", "folder": tmp_path}
+    with pytest.raises(Bad, match="image|bbox"):
+        BENCHES["vstar"].read(row)
 
 
 def test_several_images_become_one():
@@ -173,11 +183,13 @@ def load(tmp_path, name, *changes):
     ("mme-realworld-lite, parquet", {"multi-choice options": None}, "Answer choices, A, B"),
     ("mathvista, tsv", {"choices": "[yes"}, r"expected a list or dict, got '\[yes'"),
     ("mmmu, open", {"id": ""}, "id: expected something in column index or id or pid"),
+    ("vstar, tsv", {"question": "  "}, "question: expected something in column question"),
+    ("mathvista, float", {"precision": "nan"}, "precision: cannot convert"),
     ("mathvista, float", {"answer": "long"}, "answer: .*'long'"),
     ("mathvista, float", {"answer": "1.25"}, "answer: '1.25' is not right by its own"),
     ("vlmblind, tsv", {"answers": "{4}"}, r"answer: '\{4\}' is not right by its own"),
     *(("vstar, tsv", {"image": cell}, "image: (no such file|no image)") for cell in
-      ("b.png", "images/abcd", "9", "['b.png']", "page.png")),
+      ("b.png", "images/abcd", "9", "['b.png']", "page.png", encoded(size=(900, 900))[:4000])),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_asked_scored_or_shown_is_named(tmp_path, name, change, message):
     (tmp_path / "page.png").write_text("<html>" + "not found " * 1000)
@@ -253,7 +265,17 @@ def vista(form, precision, answer):
 
 
 @pytest.mark.parametrize("name, change, right, wrong", [
+    # MathVista's answer is the text of an option, also where that is a letter.
+    ("mathvista, choice", {"choices": ["B", "A", "C"], "answer": "A"},
+     ("B", "B. A"), ("A. B", "C")),
+    # Options may bring letters of their own.
+    ("mathvista, choice", {"choices": ["(A) yes", "(B) no"]}, ("B", "no", "(B) no"), ("yes",)),
+    ("mme-realworld-lite, parquet", {"multi-choice options": ["A. red", "B. blue"]},
+     ("B", "blue", "B. blue"), ("red", "A. blue")),
+    *(("mathverse, choice", {"question": f"Which?\nChoices:\n{listed}"}, ("B", "2"), ("A", "1")) for
+      listed in ("A. 1\nB. 2", "(A) 1\n(B) 2", "A：1\nB：2", "A:1\nB:2")),
     # One of MMMU's references is enough; numbers are equal to two decimals.
+    ("mmmu, open", {"answer": "[0, 1)"}, ("[0,1)",), ("[0,1]", "0")),
     ("mmmu, open", {"answer": "0.286"}, ("0.29", "0.286", "0.285714"), ("0.28", "0.3", "29")),
     ("mmmu, open", {"answer": "6.333"}, ("6.33", "19/3"), ("6.34", "6")),
     ("mmmu, open", {"answer": "['24/7', '3.429']"}, ("3.43", "24/7"), ("3.44", "24", "7")),
@@ -287,7 +309,8 @@ def vista(form, precision, answer):
 ])  # fmt: skip
 def test_what_is_right_by_the_authors_rule(name, change, right, wrong):
     fields = fields_of(name, **change)
-    sample = Sample("x", Image.new("RGB", (9, 9)), "?", fields["answer"], rule=fields["rule"])
+    how = {"options": fields["options"], "rule": fields["rule"]}
+    sample = Sample("x", Image.new("RGB", (9, 9)), "?", fields["answer"], **how)
     assert {reply: grade(reply, sample, None) for reply in right} == dict.fromkeys(right, 1.0)
     assert {reply: grade(reply, sample, None) for reply in wrong} == dict.fromkeys(wrong, 0.0)
 
