@@ -150,8 +150,7 @@ def answer_log_probs(
 
 
 def perturb_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
-    """Table 6 as plain text, in %, accuracy with its interval. possible: of how many trajectories
-    there was something else to show."""
+    """Table 6 as plain text, in %. possible: how many trajectories had something else to show."""
     if not study:
         return "no tool showed a picture on any search question: there is nothing to perturb"
     rows = [["", "possible", "thoughts", "actions", "answers", "accuracy", "clean"]]

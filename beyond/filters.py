@@ -49,9 +49,8 @@ VERDICTS = ("keep", "drop", "unsure")
 @dataclass(frozen=True)
 class Options:
     """Look at a data set, or filter it as the paper does. WHERE is a file, a folder or a hub name.
-    A filter writes OUT.parquet and OUT.txt. What it finds is kept in OUT.jsonl: run again, it goes
-    on from there. Under accelerate launch the difficulty filter uses every GPU; run it once more
-    without, to write OUT."""
+    A filter writes OUT.parquet and OUT.txt. It keeps what it finds in OUT.jsonl, to go on from.
+    Under accelerate launch --difficulty uses every GPU; run it once more without, to write OUT."""
 
     describe: str = knob(None, "rows, kinds, sizes, lengths, what is unusable", metavar="WHERE")
     drop_sources: str = knob(None, "drop sources of external knowledge", metavar="WHERE")
@@ -104,8 +103,7 @@ class LabelJudge(ChatJudge):
 
 
 def by_label(samples: Sequence[Sample], judge: LabelJudge, record: Path) -> list[Verdict]:
-    """Is the label right? A person settles what the judge left "unsure": edit the word in the
-    record, and run the filter again."""
+    """Is the label right? Settle what is "unsure" by hand, in the record; then run this again."""
 
     def ask(batch: list[Sample]) -> list[dict | None]:
         with ThreadPoolExecutor(judge.concurrency) as pool:
@@ -120,8 +118,7 @@ def by_difficulty(
     samples: Sequence[Sample], policy: Policy, rules: Rules, options: Options, judge=None
 ) -> list[Verdict]:
     """Drop what the model answers right in more than max_accuracy of n tries: with the paper's 8
-    and 0.9, 8 of 8. What it never answers right stays. A ChatJudge decides about open answers;
-    without one, texts are compared."""
+    and 0.9, 8 of 8. What it never answers right stays. A ChatJudge decides on open answers."""
     n = options.samples
 
     def ask(batch: list[Sample]) -> list[dict | None]:
@@ -329,8 +326,8 @@ def run(options: Options) -> str:
     if options.describe:
         return describe(where, policy, rules)
     if options.judge_url:
-        asked = options.judge_url, options.judge_model
-        judge = LabelJudge(*asked, max_tokens=options.judge_tokens)
+        how = dict(max_tokens=options.judge_tokens)
+        judge = LabelJudge(options.judge_url, options.judge_model, **how)
     samples, rows = load(where, policy if plays else None, rules), read_rows(where)
     if options.drop_sources:
         verdicts = by_source(rows, samples.keys, options.external)

@@ -29,8 +29,7 @@ from sandbox import Observation
 
 
 def parts(group: Group, judge: Judge) -> list[tuple[Trajectory, Reward, list[Observation]]]:
-    """Of each trajectory: itself, the parts that all rewards share, and what its calls showed (also
-    those that failed)."""
+    """Of each trajectory: itself, the parts that all rewards share, and what its calls showed."""
     shown = [[turn.observation for turn in t.tool_turns] for t in group]
     calls = [[seen for seen in one if not seen.environment] for one in shown]
     return [(t, outcome(t, judge), seen) for t, seen in zip(group, calls)]
@@ -55,8 +54,7 @@ def thyme(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Rew
     """Thyme, arXiv:2508.11630: R = r_res + 0.5 r_cons 1[r_res > 0] + 0.5 (1 + r_fmt).
 
     r_res is 1 for a right answer, -1 for a wrong one, 0 for none. r_cons is 1 unless the
-    thoughts contradict the answer. The paper tried terms for code and dropped them: a call
-    earns nothing."""
+    thoughts contradict the answer. A call earns nothing: the paper dropped terms for code."""
     rewards = []
     for t, r, _ in parts(group, judge):
         result = 1 if r.right else -1 if t.ended == "answered" else 0
@@ -81,9 +79,8 @@ def pixel_reasoner(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) ->
     """Pixel-Reasoner, arXiv:2505.15966:
     R = r_acc + 1[n > 0] (0.25 max(0.3 - RaPR, 0) / (2 RaPR) - 0.05 (n - 1)).
 
-    RaPR, the paper's name, is the share of the group that calls a tool: while it is low, calls
-    pay, for wrong answers too. n counts calls. r_acc is 0 if the last call failed and was not
-    mended."""
+    RaPR, the paper's name, is the share of the group that calls a tool: while it is low, calls pay,
+    for wrong answers too. n counts calls. r_acc is 0 if the last one failed."""
     rewards, played = [], parts(group, judge)
     rapr = fmean(bool(calls) for *_, calls in played)
     for _, r, calls in played:
@@ -99,9 +96,8 @@ def codedance(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list
     R = S + (1.5 if right, else 0.5) d N_ok / N, where S = r_acc + 0.2 r_fmt and
     d = sigmoid(2 gamma (0.5 - mean of S over the group)) - delta
 
-    N_ok of N calls ran; gamma is 4, delta 0.2. Left out: credit for single turns (-0.5 for a
-    failed one, discounted by 0.2); other factors for math; a clip of d that the code computes
-    too late."""
+    N_ok of N calls ran; gamma is 4, delta 0.2. Left out: credit for single turns (-0.5 for a failed
+    one, discounted by 0.2); other factors for math; a clip of d that comes too late."""
     rewards, played = [], parts(group, judge)
     mean = fmean(r.right + 0.2 * r.format for _, r, _ in played)
     d = 1 / (1 + math.exp(-8 * (0.5 - mean))) - 0.2  # 8 = 2 gamma
@@ -122,9 +118,8 @@ def pyvision(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[
 def adatooler(group: Group, judge: Judge, lambdas: Lambdas, rng: Random) -> list[Reward]:
     """AdaTooler-V, arXiv:2512.16918: R = r_acc + 0.6 dS exp(-2 ((n - 6) / 6)^2). n calls ran.
 
-    dS is what tools gain on this question: accuracy with calls less accuracy without. The
-    paper measures it beforehand with a 72B model. We measure it on the group; it is 0 if one
-    kind is missing there."""
+    dS is what tools gain on this question: accuracy with calls less accuracy without. The paper
+    measures it with a 72B model. We measure it on the group; it is 0 if one kind is missing."""
     rewards, played = [], parts(group, judge)
     using = [float(r.right) for _, r, calls in played if calls]
     direct = [float(r.right) for _, r, calls in played if not calls]

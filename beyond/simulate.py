@@ -39,8 +39,7 @@ from train import Config
 
 @contextmanager
 def faked(gpus: int):
-    """All tensors are fake, but grids: places of patches hang on their data. A CPU does as a GPU
-    would, the first of so many."""
+    """All tensors are fake, but grids: places of patches hang on their data. A CPU is a GPU."""
 
     def features(self, pixel_values, image_grid_thw, **others):
         seen = self.visual(pixel_values.type(self.visual.dtype), grid_thw=image_grid_thw)

@@ -34,8 +34,7 @@ def together(rows: list[Kept]) -> DynamicCache:
 
 
 def apart(cache: DynamicCache, mask: Tensor) -> list[Kept]:
-    """The rows of a cache: of each those slots where mask [B, at least all slots] is 1. The cache
-    is empty afterwards."""
+    """The rows of a cache: each has the slots where mask [B, at least all] is 1. Empties it."""
     filled = [row.nonzero()[:, 0] for row in mask[:, : cache.get_seq_length()]]
     rows: list[Kept] = [[] for _ in filled]
     for layer in cache.layers:

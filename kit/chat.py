@@ -68,9 +68,7 @@ class Chat:
     attempts: int = 4  # most tries of one question
     seconds: float = 60.0  # longest silence of the server in one try
     patience: float = 180.0  # seconds for one question, with all tries and pauses
-    # Most tokens of a reply. A model that does not think stops long before, so the limit costs
-    # it nothing. One that thinks may need more; within `seconds` these are 34 a second.
-    max_tokens: int = 2048
+    max_tokens: int = 2048  # of a reply; in `seconds` 34 a second. One that thinks may need more
 
     def __post_init__(self) -> None:
         import openai  # here, as it takes a second that only those with a server should pay

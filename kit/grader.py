@@ -67,10 +67,8 @@ def serve(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing; then SIGPROF ends us
         try:
             verdict = equal(*json.loads(line))
-        except (ValueError, TypeError, ArithmeticError, RecursionError, NotImplementedError):
-            verdict = False  # one of the two is no formula, or has no value that mpmath knows
-        except MemoryError:
-            verdict = False  # no memory holds its value
+        except (ValueError, ArithmeticError, TypeError, RuntimeError, MemoryError):
+            verdict = False  # one is no formula, or has no value that mpmath knows or memory holds
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(int(verdict), flush=True)
 

@@ -112,8 +112,7 @@ def ending_tokens(tokenizer) -> set[int]:
 
 def end_of_turn(tokenizer, starts: Sequence[int], thoughts: Sequence[bool]) -> Callable:
     """The stopping rule of `generate`: [B, L] ids -> [B] has the turn in ids[b, starts[b]:] ended?
-    (`generate` itself stops a row at the end of its message.) A row is read only
-    when its newest token may end it. thoughts: of each row, Trajectory.thinking."""
+    A row is read only when its newest token may end it. thoughts: of each, Trajectory.thinking."""
     may_end = ending_tokens(tokenizer)
 
     def ended(row, start: int, thought: bool) -> bool:

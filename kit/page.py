@@ -115,8 +115,7 @@ class Picture(NamedTuple):
 
 
 def picture(path: Path, budget: int) -> Picture:
-    """A data URL of at most `budget` characters: PNG if that fits, else a JPEG that shrinks until
-    it fits or its longer side has 64 pixels."""
+    """A data URL of at most `budget` characters: PNG, else a JPEG that may shrink to 64 pixels."""
     with Image.open(path) as image:
         small, (width, height) = image.convert("RGB"), image.size
     for form, side in zip(("png", *["jpeg"] * 7), (1024, 1024, 768, 512, 384, 256, 128, 64)):

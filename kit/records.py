@@ -79,8 +79,7 @@ def file_of(path: Path, wave: int) -> Path:
 
 
 def waves_left(path: Path, run: str, n: int) -> list[int]:
-    """Which of the n waves of a file are still to be written. Raises Unusable for records of
-    another `run`."""
+    """Which of n waves are not written yet. Raises Unusable for records of another run."""
     for there in sorted(path.parent.glob(f"{path.stem}*.jsonl")):
         if any(found != run for found in Records(there, lambda record, _: record["run"])[:1]):
             raise Unusable(
