@@ -80,7 +80,8 @@ def pays_for_drawings(request, labels):
 
 @pytest.mark.parametrize("judge, why", [
     (lambda r, labels: 1.0, ["it scores 'whole image' 1.00, not at most 0.10"]),
-    (lambda r, labels: float(r.boxes[0] not in (None, (0, 0, 256, 256))), ["'random crop' 1.00"]),
+    (lambda r, labels: float(r.boxes[0] not in (None, (0, 0, 256, 256))),
+     ["'random crop' 1.00, not at most 0.35"]),  # a quarter has the target in view
     (pays_for_drawings, ["'answer written on it' 1.00", "'orders to the judge' 1.00"]),
     (lambda r, labels: None, ["'collage of 9 crops' nan"]),
 ])  # fmt: skip
