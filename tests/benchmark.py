@@ -10,7 +10,7 @@ One JSON line a check: {"check", "ours", "baseline", "ratio", "bound", "ok"}, th
 cost grows. Exit status 1 if a bound fails. Every ratio is paired: both sides run in turn in this
 process, on one thread, and are measured in CPU seconds, medians of some repeats. The baselines are
 what one writes first: K copies of prompt and image, everything encoded anew each turn, one padded
-row per rollout. They are correct, and tested to be: see `agree` below.
+row per rollout. They are correct, and tested to be.
 """
 
 import argparse
@@ -73,10 +73,18 @@ def build(hidden: int = 256, layers: int = 2, vocabulary: int | None = None) -> 
     return policy
 
 
+def inputs(policy: Policy, ids: torch.Tensor, pictures: list) -> dict[str, torch.Tensor]:
+    """The arguments of a forward."""
+    kinds = (ids == policy.image_id).int()
+    return dict(input_ids=ids, mm_token_type_ids=kinds, **policy.model_images(pictures))
+
+
+def noise(side: int) -> Image.Image:
+    return Image.effect_noise((side, side), 99).convert("RGB")
+
+
 def picture(visual_tokens: int) -> Image.Image:
-    side = int(visual_tokens**0.5) * 16
-    noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), np.uint8)
-    return Image.fromarray(noise)
+    return noise(int(visual_tokens**0.5) * 16)
 
 
 def question(visual_tokens: int) -> Sample:
@@ -100,37 +108,44 @@ def always_code(policy, trajectory, reply):
     return "look()"
 
 
-def ours_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = TURNS) -> list:
-    rules = Rules(turns=turns, max_new_tokens=NEW, max_length=8192, patience=60)
-    return play(policy, [sample], rollouts, rules)[0]
+RULES = Rules(turns=TURNS, max_new_tokens=NEW, max_length=8192, patience=60)
+
+
+def ours_play(policy: Policy, sample: Sample, rollouts: int = K) -> list:
+    return play(policy, [sample], rollouts, RULES)[0]
 
 
 @torch.no_grad()
-def plain_play(policy: Policy, sample: Sample, rollouts: int = K, turns: int = TURNS) -> list:
+def plain_play(policy: Policy, sample: Sample) -> list:
     """The usual way: each turn encodes the whole history of each rollout, pictures included."""
-    rules = Rules(turns=turns, max_new_tokens=NEW, max_length=8192)
-    rows = [begin(sample, encode_prompt(policy, sample)) for _ in range(rollouts)]
-    for _ in range(turns):
+    rows = [begin(sample, encode_prompt(policy, sample)) for _ in range(K)]
+    config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW,
+        suppress_tokens=policy.forbidden, pad_token_id=policy.pad_id,
+    )  # fmt: skip
+    for _ in range(TURNS):
         ids, mask = left_pad([t.ids for t in rows], policy.pad_id, policy.device)
-        output = policy.model.generate(
-            input_ids=ids, attention_mask=mask,
-            mm_token_type_ids=(ids == policy.image_id).int(),
-            generation_config=GenerationConfig(
-                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW,
-                suppress_tokens=policy.forbidden, pad_token_id=policy.pad_id),
-            **policy.model_images([p for t in rows for p in t.images]),
-        )  # fmt: skip
+        given = inputs(policy, ids, [p for t in rows for p in t.images])
+        output = policy.model.generate(attention_mask=mask, generation_config=config, **given)
         for t, reply in zip(rows, output[:, ids.shape[1] :].tolist()):
             always_code(policy, t, reply)
-            pictures = policy.pictures(Eyes.shown.images)
-            rollout.listen(policy, t, Eyes.shown, pictures, rules)
+            rollout.listen(policy, t, Eyes.shown, policy.pictures(Eyes.shown.images), RULES)
     return rows
 
 
-# --- Measuring -------------------------------------------------------------------------------
+# Measuring
+def tell(check: str, bound: float | None, at_least: bool = False, **values: float) -> bool:
+    """One JSON line. Does the last value keep the bound? (None: it is only told.)"""
+    values = {name: round(value, 4) for name, value in values.items()}
+    *_, value = values.values()
+    ok = bound is None or (value >= bound if at_least else value <= bound)
+    print(json.dumps({"check": check, **values, "bound": bound, "ok": ok}), flush=True)
+    return ok
 
 
-def paired(ours: Callable, baseline: Callable, repeats: int) -> tuple[float, float]:
+def race(
+    check: str, ours: Callable, baseline: Callable, bound: float, repeats: int, at_most=False
+) -> bool:
     """CPU seconds of both, run in turn, medians; one unmeasured run each comes first."""
     spent: dict[Callable, list[float]] = {ours: [], baseline: []}
     for _ in range(repeats + 1):
@@ -138,21 +153,15 @@ def paired(ours: Callable, baseline: Callable, repeats: int) -> tuple[float, flo
             began = time.process_time()
             run()
             spans.append(time.process_time() - began)
-    return tuple(statistics.median(spans[1:]) for spans in spent.values())
-
-
-def line(check: str, ours: float, baseline: float, bound: float, at_most: bool = False) -> bool:
-    ratio = ours / baseline if at_most else baseline / ours
-    ok = ratio <= bound if at_most else ratio >= bound
-    values = {"ours": round(ours, 4), "baseline": round(baseline, 4), "ratio": round(ratio, 3)}
-    print(json.dumps({"check": check, **values, "bound": bound, "ok": ok}), flush=True)
-    return ok
+    a, b = (statistics.median(spans[1:]) for spans in spent.values())
+    ratio = a / b if at_most else b / a
+    return tell(check, bound, not at_most, ours=a, baseline=b, ratio=ratio)
 
 
 def rollouts(visual: int, bound: float, repeats: int) -> bool:
     ways = [partial(play, build(), question(visual)) for play in (ours_play, plain_play)]
     check = f"rollout, K 8, 3 turns, {visual} visual tokens: plain / ours"
-    return line(check, *paired(*ways, repeats), bound)
+    return race(check, *ways, bound, repeats)
 
 
 @torch.no_grad()
@@ -161,15 +170,13 @@ def prefill() -> bool:
     prompt = encode_prompt(policy, sample)
 
     def encode(copies: int, repeat: int) -> None:
-        ids = torch.tensor([prompt.ids] * copies)
+        given = inputs(policy, torch.tensor([prompt.ids] * copies), prompt.pictures * copies)
         cache = DynamicCache(config=policy.model.config)
-        policy.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1,
-                     mm_token_type_ids=(ids == policy.image_id).int(),
-                     **policy.model_images(prompt.pictures * copies))  # fmt: skip
+        policy.model(cache=cache, use_cache=True, logits_to_keep=1, **given)
         cache.batch_repeat_interleave(repeat)
 
-    ours, plain = paired(lambda: encode(1, K), lambda: encode(K, 1), 7)
-    return line("prefill, K 8, 256 visual tokens: K copies / once", ours, plain, 6)
+    check = "prefill, K 8, 256 visual tokens: K copies / once"
+    return race(check, partial(encode, 1, K), partial(encode, K, 1), 6, 7)
 
 
 def group(policy: Policy, sample: Sample, length: int) -> list:
@@ -185,40 +192,33 @@ def group(policy: Policy, sample: Sample, length: int) -> list:
 
 def padded_logp(policy: Policy, trajectories: list) -> torch.Tensor:
     """The usual way: one padded row per rollout, logits for the completion part only."""
-    width = max(len(t.ids) for t in trajectories)
-    P, pads = trajectories[0].prompt, [width - len(t.ids) for t in trajectories]
-    ids = torch.tensor([t.ids + [policy.pad_id] * n for t, n in zip(trajectories, pads)])
-    acted = torch.tensor([t.acted + [False] * n for t, n in zip(trajectories, pads)])
-    mask = torch.tensor([[1] * (width - n) + [0] * n for n in pads])
+    ids, mask = left_pad([t.ids for t in trajectories], policy.pad_id, policy.device)
+    acted, _ = left_pad([t.acted for t in trajectories], 0, policy.device)
+    given = inputs(policy, ids, [p for t in trajectories for p in t.images])
+    most = ids.shape[1] - trajectories[0].prompt
     logits = policy.model(
-        input_ids=ids, attention_mask=mask, mm_token_type_ids=(ids == policy.image_id).int(),
-        use_cache=False, logits_to_keep=width - P + 1,
-        **policy.model_images([p for t in trajectories for p in t.images]),
+        attention_mask=mask, use_cache=False, logits_to_keep=most + 1, **given
     ).logits[:, :-1]  # fmt: skip
     logits[..., policy.forbidden] = float("-inf")
-    logp = logits.float().log_softmax(-1).gather(-1, ids[:, P:, None])[..., 0]
-    return logp[acted[:, P:]]
-
-
-def agree(policy: Policy, trajectories: list) -> None:
-    """Both ways must give the same numbers, or the race is void."""
-    with torch.no_grad():
-        ours = log_probs(policy, [group_row(policy, list(enumerate(trajectories)))])[0]
-        plain = padded_logp(policy, trajectories)
-    assert (ours - plain).abs().max() < 1e-4, "ours and the baseline disagree"
+    logp = logits.float().log_softmax(-1).gather(-1, ids[:, -most:, None])[..., 0]
+    return logp[acted[:, -most:].bool()]
 
 
 def learning(visual: int, bound: float, repeats: int) -> bool:
     policy = build()
     trajectories = group(policy, question(visual), 128)
-    agree(policy, trajectories)
 
-    def ours() -> None:
-        log_probs(policy, [group_row(policy, list(enumerate(trajectories)))])[0].sum().backward()
+    def ours() -> torch.Tensor:
+        return log_probs(policy, [group_row(policy, list(enumerate(trajectories)))])[0]
 
-    spent = paired(ours, lambda: padded_logp(policy, trajectories).sum().backward(), repeats)
-    P = trajectories[0].prompt
-    return line(f"learning row, K 8, prompt {P}, 128 tokens each: padded / ours", *spent, bound)
+    def plain() -> torch.Tensor:
+        return padded_logp(policy, trajectories)
+
+    with torch.no_grad():
+        assert (ours() - plain()).abs().max() < 1e-4, "ours and the baseline disagree"
+    check = f"learning row, K 8, prompt {trajectories[0].prompt}, 128 tokens each: padded / ours"
+    ways = (lambda: ours().sum().backward(), lambda: plain().sum().backward())
+    return race(check, *ways, bound, repeats)
 
 
 def saved_bytes() -> bool:
@@ -240,7 +240,8 @@ def saved_bytes() -> bool:
 
     ours = kept(lambda: LogProbs(policy).chunked(hidden[keep], labels))
     plain = kept(lambda: head(hidden).float().log_softmax(-1)[keep].gather(-1, labels[:, None]))
-    return line("log-probs, MiB kept for backward: full logits / ours", ours, plain, 20)
+    check = "log-probs, MiB kept for backward: full logits / ours"
+    return tell(check, 20, True, ours=ours, baseline=plain, ratio=plain / ours)
 
 
 @torch.no_grad()
@@ -257,11 +258,11 @@ def generate_overhead() -> bool:
             output = policy.model(input_ids=new, cache=cache, use_cache=True, logits_to_keep=1)
             new = output.logits[:, -1].softmax(-1).multinomial(1)
 
-    ours, plain = paired(lambda: policy.model.generate(ids, generation_config=config), bare, 5)
-    return line("generate / bare loop, 28 layers", ours, plain, 1.4, at_most=True)
+    ours = partial(policy.model.generate, ids, generation_config=config)
+    return race("generate / bare loop, 28 layers", ours, bare, 1.4, 5, at_most=True)
 
 
-# --- One whole step against TRL ----------------------------------------------------------------
+# One whole step against TRL
 #
 # Counted on both sides: image processing, the prompt's tokens, K rollouts of a fixed length,
 # rewards, advantages, forward, backward, clipping, AdamW. Pictures lie in memory. For TRL alone,
@@ -338,21 +339,12 @@ def against_trl(visual: int, prompts: int, new: int, bound: float, repeats: int)
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(rollout, "speak", speak):
         trainer = trl_trainer(build(layers=4), samples, reward, new, folder)
         agree()
-        spent = paired(lambda: teach(play(policy, samples, K, rules)), trainer.train, repeats)
-    what = f"K {K}, {visual} visual tokens, {prompts} x {new} tokens"
-    return line(f"one step, {what}: TRL {TRL} / ours", *spent, bound)
+        what = f"K {K}, {visual} visual tokens, {prompts} x {new} tokens"
+        ours = lambda: teach(play(policy, samples, K, rules))  # noqa: E731
+        return race(f"one step, {what}: TRL {TRL} / ours", ours, trainer.train, bound, repeats)
 
 
-# --- The sandbox -------------------------------------------------------------------------------
-
-
-def limit(check: str, value: float, bound: float | None) -> bool:
-    """A measured value, the most it may be (None: it is only told) and whether it holds."""
-    values = {"value": round(value, 2), "bound": bound, "ok": bound is None or value <= bound}
-    print(json.dumps({"check": check, **values}), flush=True)
-    return values["ok"]
-
-
+# The sandbox
 def sandbox_speed() -> bool:
     """Wall-clock milliseconds, medians; a picture of 256 x 256."""
     image, bounds = picture(256), {"start": 60, "no-op": 2, "crop and save": 20}
@@ -371,7 +363,8 @@ def sandbox_speed() -> bool:
             for n in range(4):
                 timed("no-op", sandbox.run, "")
                 timed("crop and save", sandbox.run, f"image.crop(({n},0,200,150)).save('c.png')")
-    return all([limit(f"sandbox: {what}, ms, median", statistics.median(spent[what]), bound)
+    medians = {what: statistics.median(spans) for what, spans in spent.items()}
+    return all([tell(f"sandbox: {what}, ms, median", bound, value=medians[what])
                 for what, bound in bounds.items()])  # fmt: skip
 
 
@@ -382,49 +375,46 @@ def sandbox_limit() -> bool:
         with Sandbox(picture(256), Limits(seconds=0.5)) as sandbox:
             sandbox.run("")
             late.append(sandbox.run("while True: pass").seconds - 0.5)
-    return limit("sandbox: past the hard limit, s, worst of 5", max(late), 0.6)
+    return tell("sandbox: past the hard limit, s, worst of 5", 0.6, value=max(late))
 
 
 def sandbox_crowd() -> bool:
     """Memory of 64 workers that have each cut a crop, and calls per second of 16 in parallel."""
     crowd = [Sandbox(picture(256)) for _ in range(64)]
+    crops = [f"image.crop(({i},0,{i + 64},64)).show()" for i in range(20)]
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda sandbox: sandbox.run("image.crop((0,0,50,50)).show()"), crowd))
-        held = 0
-        for pid in (sandbox.pid for sandbox in crowd):
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            held += int(re.search(r"^Pss:\s+(\d+)", rollup, re.M)[1])
+        list(pool.map(lambda sandbox: sandbox.run(crops[0]), crowd))
+        rollups = [Path(f"/proc/{sandbox.pid}/smaps_rollup").read_text() for sandbox in crowd]
+        held = sum(int(re.search(r"^Pss:\s+(\d+)", rollup, re.M)[1]) for rollup in rollups)
         began = time.perf_counter()
-        crops = [f"image.crop(({i},0,{i + 64},64)).show()" for i in range(20)]
-        list(pool.map(lambda sandbox: [sandbox.run(crop) for crop in crops], crowd[:16]))
+        list(pool.map(lambda sandbox: [*map(sandbox.run, crops)], crowd[:16]))
         rate = 16 * len(crops) / (time.perf_counter() - began)
     for sandbox in crowd:
         sandbox.close()
-    fits = limit("sandbox: 64 workers, GiB, proportional set size", held / 2**20, 1.5)
-    return limit("sandbox: crops per second, 16 in parallel", rate, None) and fits
+    tell("sandbox: crops per second, 16 in parallel", None, value=rate)
+    return tell("sandbox: 64 workers, GiB, proportional set size", 1.5, value=held / 2**20)
 
 
 def growth() -> None:
     """CPU seconds per trajectory of a 3-turn rollout, as K and the picture grow."""
-    policy = build()
-    sizes, counts = (64, 256, 1024, 4096), (1, 2, 4, 8, 16)
+    policy, sizes = build(), (64, 256, 1024, 4096)
     print("\nCPU seconds per trajectory, 3 turns\n")
     print("K \\ visual tokens" + "".join(f"{n:>9}" for n in sizes))
-    for rollouts in counts:
-        cells = []
+    for rollouts in (1, 2, 4, 8, 16):
+        print(f"{rollouts:>17}", end="")
         for size in sizes:
             sample, began = question(size), time.process_time()
             ours_play(policy, sample, rollouts)
-            cells.append((time.process_time() - began) / rollouts)
-        print(f"{rollouts:>17}" + "".join(f"{cell:>9.3f}" for cell in cells), flush=True)
+            print(f"{(time.process_time() - began) / rollouts:>9.3f}", end="", flush=True)
+        print()
 
 
 CHECKS: dict[str, Callable[[], bool]] = {
-    "rollout 1024": lambda: rollouts(1024, 6, 1),
-    "rollout 256": lambda: rollouts(256, 2.5, 3),
+    "rollout 1024": partial(rollouts, 1024, 6, 1),
+    "rollout 256": partial(rollouts, 256, 2.5, 3),
     "prefill": prefill,
-    "learning 1024": lambda: learning(1024, 5, 2),
-    "learning 256": lambda: learning(256, 2.5, 3),
+    "learning 1024": partial(learning, 1024, 5, 2),
+    "learning 256": partial(learning, 256, 2.5, 3),
     "log-probs": saved_bytes,
     "generate": generate_overhead,
     "sandbox speed": sandbox_speed,
@@ -432,8 +422,8 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "sandbox crowd": sandbox_crowd,
 }
 TRL_CHECKS: dict[str, Callable[[], bool]] = {
-    "trl 256": lambda: against_trl(256, 2, 32, 2.5, 3),
-    "trl 1024": lambda: against_trl(1024, 1, 48, 4, 2),
+    "trl 256": partial(against_trl, 256, 2, 32, 2.5, 3),
+    "trl 1024": partial(against_trl, 1024, 1, 48, 4, 2),
 }
 
 

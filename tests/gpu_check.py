@@ -56,15 +56,10 @@ TOY = ("--sft-steps 40 --sft-demos 200 --rl-steps 3 --eval-questions 16 --questi
        "--rollouts 4").split()  # fmt: skip
 
 
-def tiny(device: str) -> Policy:
-    policy = tiny_policy(0)
-    policy.model.to(device)
-    return policy
-
-
 def policy_of(device: str, big: bool) -> Policy:
     """Every turn takes all its tokens: nothing depends on what random weights happen to say."""
-    policy = random_policy(geometry(QWEN_7B), device) if big else tiny(device)
+    policy = random_policy(geometry(QWEN_7B), device) if big else tiny_policy(0)
+    policy.model.to(device)
     ends = [policy.end_id, *(i for t, i in policy.tokenizer.get_vocab().items() if ">" in t)]
     policy.forbidden = sorted({*policy.forbidden, *ends})
     return policy
@@ -72,12 +67,10 @@ def policy_of(device: str, big: bool) -> Policy:
 
 def question(policy: Policy, i: int, tokens: int) -> Sample:
     """A prompt of so many tokens: four fifths of it a picture, the rest one letter each."""
-    cell = policy.image_processor.patch_size * 2
-    side = int((0.8 * tokens) ** 0.5) * cell
-    sample = Sample(f"check-{i}", Image.effect_noise((side, side), 99).convert("RGB"), "?", "")
-    missing = tokens - len(encode_prompt(policy, sample).ids)
-    words = "".join(chr(ord("a") + (i + k) % 26) for k in range(max(missing, 0) + 1))
-    return Sample(sample.id, sample.image, words, "")
+    side = int((0.8 * tokens) ** 0.5) * policy.image_processor.patch_size * 2
+    sample = Sample(f"check-{i}", benchmark.noise(side), "?", "")
+    missing = max(tokens - len(encode_prompt(policy, sample).ids), 0)
+    return replace(sample, question="".join(chr(97 + (i + k) % 26) for k in range(missing + 1)))
 
 
 class Peak:
@@ -87,11 +80,10 @@ class Peak:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        self.began = time.perf_counter()
+        self.gb, self.began = None, time.perf_counter()
         return self
 
     def __exit__(self, *error):
-        self.gb = None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             self.gb = round(torch.cuda.max_memory_allocated() / 1e9, 1)
@@ -143,8 +135,7 @@ def planned(model: torch.nn.Module, length: int = 1, rows: int = 1, row_tokens: 
 
 def check_rollout(actor: Policy, samples: list[Sample], new: int, crop: int) -> tuple[dict, list]:
     """Two turns; after the first all are shown a picture of crop x crop pixels. Each way once."""
-    found, shown = {}, Observation(images=[Image.effect_noise((crop, crop), 99).convert("RGB")])
-    shown.boxes, shown.sources = [None], ["show"]
+    found, shown = {}, Observation(images=[benchmark.noise(crop)], boxes=[None], sources=["show"])
     tower = actor.model.model.visual.config
     rules = Rules(turns=2, max_new_tokens=new, max_length=4096, patience=60)
     for way, (read, windows) in WAYS.items():
@@ -182,9 +173,8 @@ def check_learn(policy: Policy, group: list, row_tokens: int) -> dict:
     plan = planned(policy.model, row_tokens=row_tokens)
     learning = plan["while learning"]
     gb = sum(learning.values()) - learning["end"] - learning["logits"] + plan["always"]["weights"]
-    slots = group[0].prompt + len(group) * branch
-    found = {"slots": slots, "seconds": seconds, "peak_gb": peak.gb}
-    found["planned_gb"] = round(gb, 1)
+    found = {"slots": group[0].prompt + len(group) * branch, "seconds": seconds}
+    found |= {"peak_gb": peak.gb, "planned_gb": round(gb, 1)}
     return found | {name: report[name] for name in ("gap", "largest_gap", "grad_norm")}
 
 
@@ -208,9 +198,8 @@ def main() -> None:
     device = "cpu" if dry else "cuda"
     began = time.perf_counter()
     found = {"device": "cpu" if dry else torch.cuda.get_device_name(), "torch": torch.__version__}
-    found["toy"] = check_toy(device)
-    found["sandbox"] = check_sandbox(device)
-    found["equal_tiny"] = check_equal(tiny(device), toy_questions(1, "check")[0])
+    found |= {"toy": check_toy(device), "sandbox": check_sandbox(device)}
+    found["equal_tiny"] = check_equal(policy_of(device, False), toy_questions(1, "check")[0])
     big = not dry and torch.cuda.get_device_properties(0).total_memory > 100e9
     if not dry and not big:
         found["7b"] = "left out: it wants a GPU with 100 GB"
