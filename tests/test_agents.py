@@ -59,11 +59,7 @@ def test_any_agents_steps_are_held_against_the_targets(folder):
 
 def test_a_judge_that_sees_takes_the_pictures_without_score(folder):
     asked = []
-
-    def judge(request, labels):
-        asked.append(request.images[0].size)
-        return 1.0
-
+    judge = lambda request, labels: asked.append(request.images[0].size) or 1.0  # noqa: E731
     steps = [{"image": "shown.png"}, {"image": "shown.png", "score": None}, {"code": "print(1)"}]
     ((_, reward),) = read_foreign(write(folder, BASE | {"steps": steps}), judge)
     assert reward.scores == (1.0, None, 0.0) and asked == [(9, 9)]
