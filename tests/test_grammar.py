@@ -87,17 +87,14 @@ def test_so_it_is_with_the_tokens_of_qwen(qwen, samples, before, text):
 
 
 THOUGHTS = [
-    "<think>I must end with <answer> and </answer> tags. It is vertical.</think>",
-    "<think>maybe <answer>checker</answer> no</think>",
     "<think>Code ends with </code>, an answer with </answer>.</think>",
     "<think>I'd use <code> but it's plain.</think>",
     "<think>Code goes from <code>\nto its end, so it's # the tag\n</think>",
     "<think>A <think> in a <think>: <answer>A or B</answer></answer></think>",
 ]
 LINES = [
-    "print('</answer>')", "print('</code>')", '"""\nends with </code>, it\'s said\n"""',
-    "print('it\\'s </code>')", "# then <answer>B</answer>", "# it's <answer>B</answer>, isn't it",
-    "print('<think>')", "print(f'<code></code> {1}', r'\\d</answer>', b'</code>')",
+    '"""\nends with </code>, it\'s said\n"""', "print('it\\'s </code>')",
+    "# it's <answer>B</answer>, isn't it", "print(f'<code></code> {1}', r'\\d', b'</code>')",
 ]  # fmt: skip
 
 
