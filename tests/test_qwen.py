@@ -124,8 +124,8 @@ def test_a_budget_travels_with_the_export(standin, export):
     (export / "preprocessor_config.json").unlink()
     with within(standin, 100_352):
         standin.image_processor.save_pretrained(export)
-    for given, budget in ((None, 100_352), (784, 784)):
-        again = load_policy(export, max_pixels=given, weights=False)
+    for asked, budget in ((None, 100_352), (784, 784)):
+        again = load_policy(export, max_pixels=asked, weights=False)
         assert again.image_processor.size["longest_edge"] == budget
 
 
