@@ -84,7 +84,7 @@ def test_whatever_is_said_and_shown_ids_acted_and_turns_stay_tiled(policy, sampl
 # --- exactness -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, size", [("STRIDE", 128), ("STRIDE", 7), ("READ", 1), ("READ", 100)])
+@pytest.mark.parametrize("name, size", [("STRIDE", 128), ("STRIDE", 7), ("READ", 1)])
 def test_log_probs_of_a_rollout_equal_a_fresh_forward(policy, samples, monkeypatch, name, size):
     """Shared prefill, kept cache, cut tails, new images, rows that left: none may be felt. Nor
     that turns are spoken a few tokens at a time, beside others that begin, and that pictures and
