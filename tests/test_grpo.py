@@ -276,10 +276,9 @@ def test_the_gap_is_between_the_sampler_and_who_learns(policy, samples, monkeypa
 @pytest.mark.parametrize("loss_agg", ["token", "sequence"])
 def test_how_a_step_is_cut_or_done_at_rate_0_changes_nothing(policy, played, reference, loss_agg):
     whole = a_step(policy, played, A6, reference, loss_agg=loss_agg)
-    for change in (dict(row_tokens=1), dict(row_tokens=150), dict(row_tokens=400), dict(updates=3)):
+    for change in (dict(row_tokens=1), dict(row_tokens=150), dict(updates=3)):
         alike(a_step(policy, played, A6, reference, loss_agg=loss_agg, **change), whole)
-    orders = [3, 4, 5, 0, 1, 2], [2, 0, 1, 4, 5, 3], [0, 1, 2, 3, 4, 5] * 2
-    for order in orders:  # groups, rollouts, the batch twice
+    for order in ([5, 3, 4, 2, 0, 1], [0, 1, 2, 3, 4, 5] * 2):  # turned round, the batch twice
         mixed = [played[i] for i in order]
         alike(a_step(policy, mixed, A6[order], reference, loss_agg=loss_agg), whole)
 
