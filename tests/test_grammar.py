@@ -147,8 +147,8 @@ def test_what_an_ended_message_is_forgiven(text, code, answer):
 
 def test_a_row_is_read_only_when_its_newest_token_may_end_it(qwen, monkeypatch):
     tokenizer, decode, read = qwen.tokenizer, qwen.tokenizer.decode, []
+    assert len(ending_tokens(tokenizer)) < 0.05 * len(tokenizer)
     counting = lambda ids, **how: read.append(1) or decode(ids, **how)  # noqa: E731
     monkeypatch.setattr(tokenizer, "decode", counting)
     ids, end = stopped(tokenizer, "a longer thought without a line's end, of " * 9 + "</code>")
     assert end and len(read) == 1 and len(ids) > 80
-    assert len(ending_tokens(tokenizer)) < 0.05 * len(tokenizer)
