@@ -78,7 +78,7 @@ different answers, a refusal or a remark about the question are not the same.
 Reply with one JSON object, nothing else: {"reason": "<one sentence>", "same": true or false}"""
 
 # Each expression reads one kind of thing in the table; CUE is all the text up to "answer is".
-CUE = re.compile(r"(?is).*\b(?:answer|option|choice)s?\b[\s*]*(?:(?:is|are)\b|[:：])[\s*:：]*")
+CUE = re.compile(r"(?is).*\b(?:answer|option|choice)s?\b[\s*]*(?:(?:is|are)\b\s*[:：]?|[:：])")
 BOXED = re.compile(rf"\\f?boxed\s*\{{({GROUP})\}}")
 # "B", "(B)", "B. red"; where the text has to fit, also "B - red", "B (red)", "B red", "red (B)"
 LETTER = re.compile(r"(?:(?:option|choice) )?[(\[{'\"]* ?([a-z]) ?(?:$|[)\]}.:,'\"]+ ?(.*))", re.I)
@@ -165,7 +165,7 @@ def read_choices(reply: str, options: Sequence[str] = ()) -> set[str]:
     said = conclusion(reply)
     if letter := one_choice(plain(said), texts):
         return {letter}
-    names = [plain(part) for part in AND.split(re.sub("(?i)^(both|options|choices) ", "", said))]
+    names = [plain(x) for x in AND.split(re.sub(r"(?i)^\W*(both|options|choices) ", "", said))]
     if re.fullmatch(r"[A-Z](?: ?[A-Z])+", plain(said)):
         names = [*plain(said).replace(" ", "")]
     letters = [one_choice(name, texts) for name in names]
@@ -186,9 +186,9 @@ def one_choice(text: str, texts: Sequence[str]) -> str | None:
     match = LETTER.fullmatch(text)
     letter, rest = (match[1].upper(), match[2] or "") if match else ("", "")
     if letter not in first or rest and text in texts:  # or an option "I. ..."
-        turned = re.sub(r"^(.+?) ?\(([A-Z])\)$", r"\2 \1", text)
+        turned = re.sub(r"^(.+?) ?\(([A-Z])\)$", r"\2 - \1", text)
         if not (fits := fitting(text)) and (match := BESIDE.fullmatch(turned)):
-            fits = fitting(match[3]) & {first.get(match[1])}
+            fits = fitting(plain(match[3])) & {first.get(match[1])}
         return fits.pop() if len(fits) == 1 else None
     if rest and (fits := fitting(rest)):
         return first[letter] if first[letter] in fits else None

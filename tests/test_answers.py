@@ -40,6 +40,10 @@ MORE = r"""
   C++               C++                                          C
   2                 2 × 10^0                                     2 × 10^1
   B [red / blue]    The answer is **B**. ; '**(B) blue**.'       *A*. ; A, B, and A
+                    **B.** blue ; The answer is **(B)** blue.    **B.** red ; **A.** blue
+  B [(1, 2) / C. / It is red.]  **B.** C. ; B (C.)               A (C.)
+  A [(1, 2) / C. / It is red.]  (1, 2) (A) ; A - (1, 2)          (1, 2) (B)
+  red car           **red** car ; The answer is **red** car      red
   B [1 / 2 / 3]     2 (B) ; B = 2 ; B – 2 ; "B"                  3 (B) ; 2 (A) ; A. 1↵B. 2
   A [A cat / A dog / I / vitamin C]  A cat ; A. A cat ; a cat    A dog ; A (I) ; I
   D [A cat / A dog / I / vitamin C]  D. vitamin C ; vitamin C    (D) A cat ; C
@@ -222,7 +226,7 @@ DRESSES = (
     r"\text{%s}", r"\textbf{%s}", r"\mathbf{%s}", r"\mathrm{%s}", r"{\bf %s}", r"\boldsymbol{%s}",
     r"\boxed{%s}", r"\boxed{\text{%s}}", r"\fbox{\textit{%s}}", "$%s$", r"$\boxed{%s}$", r"\(%s\)",
     r"\[ %s \]", "**%s**", "`%s`", '"%s"', "“%s”", "The answer is %s.", "**Answer:** %s", "%s。",
-    "The answer is **%s**.",
+    "The answer is **%s**.", "**Answer:** **%s**", "**Answer: %s**.", "Answer is: %s",
 )  # fmt: skip
 
 
