@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 import os
 import runpy
+import socket
 import ssl
 import sys
 import tempfile
@@ -21,7 +22,7 @@ os.environ.setdefault("HF_DATASETS_CACHE", tempfile.gettempdir() + "/codev-tests
 
 import pytest
 import torch
-import torch.distributed as dist
+from accelerate import PartialState
 from hypothesis import settings
 from PIL import Image
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -50,26 +51,27 @@ MAKE = Path(__file__).resolve().parent.parent.parent / "shared" / "standin" / "m
 
 RULES = Rules(turns=4, max_new_tokens=64, max_length=2048, limits=Limits(seconds=5))
 
-# Processes of a test are forks of one that has imported everything, which takes long.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["datasets", "hypothesis", "pytest", "peft", "train"])
+FORKS = multiprocessing.get_context("fork")  # what this process has imported takes long
 
 
-def _member(rank: int, n: int, folder: Path, task: Callable, words: tuple) -> None:
-    os.dup2(os.open(folder / f"told-{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    if n > 1:
-        where = f"file://{folder}/meeting"
-        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=n)
+def _member(rank: int, n: int, folder: Path, port: int, task: Callable, words: tuple) -> None:
+    sys.stdout = sys.stderr = told = open(folder / f"told-{rank}", "w", buffering=1)
+    os.dup2(told.fileno(), 2)
+    if n > 1:  # as torchrun would start it
+        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
+        os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    PartialState._reset_state()
     task(*words)
 
 
 def together(n: int, task: Callable, *words) -> tuple[list[int], str]:
-    """task(*words) in n processes that know each other. When one fails the others are told to end.
-    Returns their exit codes, and what they said of errors."""
+    """task(*words) in n processes that torchrun might have started. When one fails the others are
+    told to end. Returns their exit codes, and what they said."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        each = [(rank, n, folder, task, words) for rank in range(n)]
-        members = [FORKS.Process(target=_member, args=args) for args in each]
+        args = n, Path(name), port, task, words
+        members = [FORKS.Process(target=_member, args=(rank, *args)) for rank in range(n)]
         for member in members:
             member.start()
         while alive := [member for member in members if member.exitcode is None]:
@@ -77,7 +79,7 @@ def together(n: int, task: Callable, *words) -> tuple[list[int], str]:
             if any(member.exitcode for member in members):
                 for member in alive:
                     member.terminate()
-        told = [file.read_text() for file in sorted(folder.glob("told-*"))]
+        told = [file.read_text() for file in sorted(Path(name).glob("told-*"))]
     return [member.exitcode for member in members], "\n".join(told)
 
 
@@ -145,9 +147,9 @@ def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, lis
 
     def forced(policy, players, rules, tally):
         for p in players:
-            roles.setdefault(id(p.t), scripts[len(roles) % len(scripts)])
+            roles.setdefault(id(p.t), (p.t, scripts[len(roles) % len(scripts)]))
             heard.setdefault(id(p.t), [])
-        said = [roles[id(p.t)][len(p.t.turns)] for p in players]
+        said = [roles[id(p.t)][1][len(p.t.turns)] for p in players]
         whole = [policy.tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
         rows = [words[len(p.said) :] for p, words in zip(players, whole)]
         generate = policy.model.generate

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from accelerate import PartialState
 from conftest import tied, together
 from test_processes import A, run_in, three_steps, union
 
@@ -19,7 +19,7 @@ import kit.processes
 import train
 from beyond.tiny import tiny_policy
 from grpo import LogProbs, blank_row, log_probs
-from kit.processes import actor_of, level, mine, precision, shard, sync, whole
+from kit.processes import actor_of, level, mine, precision, processes, shard, sync, whole
 from rollout import load_policy
 from sft import rows_of
 
@@ -30,6 +30,7 @@ RUN = """--sft-steps 3 --sft-demos 12 --rl-steps 3 --questions 2 --rollouts 3 --
 def work(kind: str, folder: Path) -> None:
     """One of some processes, with the tiny network; the same with one tensor for the embeddings and
     for lm_head, as the 3B has; or a checkpoint folder, tied as well."""
+    PartialState(cpu=True)  # they meet
     kit.processes.AS_ON_A_GPU = True
     policy = tiny_policy(0) if kind in ("tiny", "tied") else load_policy(kind)
     policy = policy if kind == "tiny" else tied(policy)
@@ -39,7 +40,7 @@ def work(kind: str, folder: Path) -> None:
     shard(policy, LogProbs(policy))
     sync(policy, actor)
     groups = mine([*islice(union(actor), 2)])
-    assert len(groups) == 2 // dist.get_world_size() and precision(policy) == torch.bfloat16
+    assert len(groups) == 2 // processes()[1] and precision(policy) == torch.bfloat16
 
     def agree() -> bool:
         """Is every token's log-probability the same to the bit, with rows padded side by side?"""

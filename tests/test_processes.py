@@ -1,8 +1,6 @@
 """python -m pytest tests/test_processes.py      two processes do what one does"""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ANSWER, LOOK, PRINT, SHORT, TWO, copied, performed, tied, together
+from accelerate import PartialState
+from conftest import ANSWER, LOOK, PRINT, SHORT, TWO
+from conftest import copied, performed, scripted, tied, together
 from tqdm import tqdm
 
 import kit.processes
@@ -25,7 +25,6 @@ from kit.processes import shard, sync, whole
 from rollout import Trajectory, load_policy
 from sft import mean_logp, rows_of
 
-ROOT = Path(__file__).resolve().parent.parent
 A = torch.tensor([[0.75, -0.25, -0.5], [1.0, -0.5, -0.5], [0.2, 0.3, -0.5], [0.0, 1.0, -1.0]])
 OBJECTIVES = {
     "one micro-batch": dict(),
@@ -72,24 +71,6 @@ def another(policy):
     return other
 
 
-def gradients(policy):
-    learnt = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
-    return {name: whole(p.grad).clone() for name, p in learnt.items()}
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_one_process_alone_speaks_and_shows_its_bar(first, monkeypatch, tmp_path, capsys):
-    team = SimpleNamespace(is_main_process=first, init_trackers=lambda *_: None)
-    monkeypatch.setattr(kit.processes, "Accelerator", lambda **_: team)
-    monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    kit.processes.assemble(tmp_path, {}, 60, "none")
-    print("said")
-    list(tqdm("ab", "waves", disable=False, mininterval=0))
-    told = capsys.readouterr()
-    assert ("said" in told.out) == ("waves" in told.err) == first
-
-
 KINDS = {
     "all weights": lambda: tiny_policy(seed=0),
     "tied": lambda: tied(tiny_policy(seed=0)),
@@ -97,14 +78,20 @@ KINDS = {
 }
 
 
+def learnt(policy):
+    return {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+
+
 def weights(policy):
-    """Those that learn, whole."""
-    learnt = {name: p.detach() for name, p in policy.model.named_parameters() if p.requires_grad}
-    return {name: whole(p).clone() for name, p in learnt.items()}
+    return {name: whole(p.detach()).clone() for name, p in learnt(policy).items()}
+
+
+def gradients(policy):
+    return {name: whole(p.grad).clone() for name, p in learnt(policy).items()}
 
 
 def adam(policy):
-    return torch.optim.AdamW([p for p in policy.model.parameters() if p.requires_grad], lr=1e-2)
+    return torch.optim.AdamW(learnt(policy).values(), lr=1e-2)
 
 
 def a_step(policy, optimizer, groups, advantage):
@@ -164,6 +151,7 @@ def measured(groups, advantage, policy, reference) -> dict:
 def work(out: Path) -> None:
     """One of two processes. Each has its own rollouts: those of process 0 end in turn 1 or have no
     picture at all, those of process 1 take three turns, and its judge takes a while."""
+    PartialState(cpu=True)  # they meet
     policy = tiny_policy(seed=0)
     actor, reference = actor_of(policy), another(policy)
     policy.model.activation_checkpointing_enable()
@@ -192,6 +180,7 @@ def work(out: Path) -> None:
 
 def stall(out: Path) -> None:
     """Process 1 never comes to learn."""
+    PartialState(cpu=True)
     run = run_in(out, timeout=2)
     run.now = "after rl step 7"
     with run.phase("act"):
@@ -273,23 +262,39 @@ def test_a_process_that_does_not_come_is_named(tmp_path):
     assert "process 0 of 2, at `learn`, after rl step 7" in told
 
 
-WORDS = """--sft-steps 4 --sft-demos 20 --rl-steps 2 --questions 4 --rollouts 3 --eval-questions 4
-    --save-every 2 --sft-lr 8e-3""".split()
+@pytest.mark.parametrize("first", [True, False])
+def test_one_process_alone_speaks_and_shows_its_bar(first, monkeypatch, tmp_path, capsys):
+    team = SimpleNamespace(is_main_process=first, init_trackers=lambda *_: None)
+    monkeypatch.setattr(kit.processes, "Accelerator", lambda **_: team)
+    monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    kit.processes.assemble(tmp_path, {}, 60, "none")
+    print("said")
+    list(tqdm("ab", "waves", disable=False, mininterval=0))
+    told = capsys.readouterr()
+    assert ("said" in told.out) == ("waves" in told.err) == first
+
+
+WORDS = """--sft-steps 2 --sft-demos 6 --rl-steps 2 --questions 4 --rollouts 3 --eval-questions 4
+    --save-every 2""".split()
+
+
+def command(out: Path) -> None:
+    """The whole command line. Of each question one play looks, one answers well, one does not."""
+    with scripted(None, [[LOOK, ANSWER], [ANSWER], [SHORT]]):
+        train.main(train.parse_config(["--out", str(out), *WORDS]))
 
 
 def test_two_processes_end_with_the_log_of_one(tmp_path):
-    """The whole command line: rewards equal, losses within 1e-4, and one voice."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"]
-    done = subprocess.run(
-        [sys.executable, *words, "--out", tmp_path / "2", *WORDS], cwd=ROOT, timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("step    2") == 1 and done.stdout.count("no tool") == 1
-    train.main(train.parse_config(["--out", str(tmp_path / "1"), *WORDS]))
+    """Rewards equal, losses within 1e-4, and one voice."""
+    codes, told = together(2, command, tmp_path / "2")
+    assert codes == [0, 0], told
+    assert told.count("step    2") == 1 and told.count("no tool") == 1
+    command(tmp_path / "1")
     lines = [(tmp_path / n / "log.jsonl").read_text().splitlines() for n in "12"]
     for one, two in zip(*(map(json.loads, log) for log in lines), strict=True):
         assert one.keys() == two.keys() and one.get("reward") == two.get("reward")
+        assert one["grad_norm"] > 0
         for name in one:
             close = one[name] == two[name] or abs(one[name] - two[name]) < 1e-4
             assert close, (one["stage"], one["step"], name)
