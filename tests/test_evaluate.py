@@ -2,31 +2,25 @@
 
 import itertools
 import json
-import multiprocessing
-import os
 import re
 import shutil
-import socket
 import tempfile
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
-from conftest import ANSWER, FAIL, LOOK, RULES, SHORT, scripted
+from conftest import ANSWER, FAIL, IMAGE, LOOK, RULES, SEARCH, SHORT, scripted, together
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 import evaluate as module
 from data import USUAL_TEXTURE, Sample, toy_questions
-from evaluate import (
-    curves, evaluate, fingerprint, judges_of, load_bench, load_toy, main, measure,
-    read_trajectories, table, write_trajectories,
-)  # fmt: skip
+from evaluate import curves, evaluate, fingerprint, judges_of, load_bench, load_toy, main, measure
+from evaluate import read_trajectories, table, write_trajectories
 from kit.records import file_of
 from kit.tables import Lazy
 from rewards import BoxJudge, ChatJudge, Reward, grade
@@ -48,8 +42,7 @@ def lines_in(folder):
 
 
 TARGET = (76, 140, 120, 184)
-IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (256, 256, 3), np.uint8))
-SAMPLE = Sample("one", IMAGE, "Which texture is on the red square ?", "checker", boxes=(TARGET,))
+SAMPLE = replace(SEARCH, id="one", boxes=(TARGET,))
 
 
 def episode(sample=SAMPLE, *turns, answer="checker", scores=(), right=1.0):
@@ -87,14 +80,12 @@ def worked_example():
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
-    """The ids of the samples that were played, in order. (And `scripted` knows a trajectory by its
-    id(), so none may make room for another while a test runs.)"""
-    ids, alive, play = [], [], module.play
+    """The ids of the samples that were played, in order."""
+    ids, play = [], module.play
 
     def counted(policy, samples, *more):
         ids.extend(sample.id for sample in samples)
-        alive.append(play(policy, samples, *more))
-        return alive[-1]
+        return play(policy, samples, *more)
 
     monkeypatch.setattr(module, "play", counted)
     return ids
@@ -206,13 +197,6 @@ def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
     assert first["acted"] == [[False, 30], [True, 10], [False, 5], [True, 10], [False, 5]]
     crop = tmp_path / first["steps"][0]["observation"]["images"][0]
     assert Image.open(crop).size == (64, 64)
-
-
-def test_each_trajectory_needs_its_reward(tmp_path):
-    trajectories, rewards = worked_example()
-    with pytest.raises(ValueError, match="shorter"):
-        write(trajectories, rewards[:2], tmp_path)
-    assert not (tmp_path / FILE).exists()
 
 
 @pytest.mark.parametrize("field", ["reward", "sample", "steps", "acted"])
@@ -350,9 +334,9 @@ def episodes_in(folder):
     return re.sub(r'"seconds": [\d.e-]+', '"seconds": 0', text).splitlines()
 
 
-def run(policy, samples, out, scripts=SCRIPTS, **more):
+def run(policy, samples, out, scripts=SCRIPTS, judge=BoxJudge(), **more):
     with scripted(policy, scripts):
-        return evaluate(policy, samples, BoxJudge(), rules=COLD, out=out, wave=2, **more)[0]
+        return evaluate(policy, samples, judge, rules=COLD, out=out, wave=2, **more)[0]
 
 
 @pytest.mark.parametrize("rollouts", [1, 2])
@@ -436,6 +420,10 @@ def test_another_evaluation_does_not_mix_with_this_one(policy, samples, tmp_path
     for chosen, other in (((0, 3), {"seed": 1}), ((0, 3), {"rollouts": 2}), ((1, 4), {})):
         with pytest.raises(ValueError, match="from another evaluation .* give --out another"):
             run(policy, samples[slice(*chosen)], tmp_path, **other)
+    for name, value in (("model", "another"), ("prompt", "training")):
+        judge = type("BoxJudge", (BoxJudge,), {name: value})()
+        with pytest.raises(module.Unusable, match="another judge"):
+            run(policy, samples[:3], tmp_path, judge=judge)
     (tmp_path / FILE).rename(file_of(tmp_path / FILE, 1))  # one that was killed
     with pytest.raises(ValueError, match="jectories-1.jsonl is from another evaluation"):
         run(policy, samples[:3], tmp_path, seed=1)
@@ -459,62 +447,25 @@ def test_other_weights_are_another_evaluation(policy, samples):
     assert fingerprint(policy, samples, 1) == before
 
 
-def one_of(world, rank, folder, monkeypatch):
-    """Be a process that does not wait for the others. Returns the files wherever it would have."""
-    there = []
+def the_second_is_late(words):
+    play = module.play
 
-    def gathered(_):
-        there.append(sorted(path.name for path in folder.glob("traj*")))
+    def late(*asked):
+        time.sleep(3 * module.processes()[0])
+        return play(*asked)
 
-    monkeypatch.setattr(module, "processes", lambda: (rank, world))
-    monkeypatch.setattr(module, "gathered", gathered)
-    return there
-
-
-def test_each_process_plays_its_waves_and_the_first_makes_one_file_of_all(
-    policy, samples, tmp_path, asked, monkeypatch
-):
-    whole, both = run(policy, samples[:5], tmp_path / "whole"), tmp_path / "both"
-    asked.clear()
-    there = one_of(2, 1, both, monkeypatch)
-    with pytest.raises(FileNotFoundError):  # the first process, which would join, is not there
-        run(policy, samples[:5], both, SCRIPTS[2:4])
-    assert asked == [s.id for s in samples[2:4]]
-    assert there == [["trajectories-1.jsonl"]] * 2
-    asked.clear()
-    there = one_of(2, 0, both, monkeypatch)
-    assert run(policy, samples[:5], both, SCRIPTS[:2] + SCRIPTS[4:]) == whole
-    assert asked == [samples[i].id for i in (0, 1, 4)]
-    assert there == [[f"trajectories-{i}.jsonl" for i in range(3)], [FILE]]
-    assert episodes_in(both) == episodes_in(tmp_path / "whole")
-
-
-def one_of_two(rank, port, words):
-    """In a process of its own, as torchrun would start it."""
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    PartialState._reset_state()
+    module.play = late
     main(words)
 
 
-def test_two_processes_play_what_one_plays_and_nothing_twice(tmp_path, monkeypatch, capfd):
-    """With sampling."""
+def test_two_processes_play_what_one_plays_and_nothing_twice(tmp_path, monkeypatch):
+    """With sampling. Of the three waves two are the first one's, which makes one file of all."""
     alone, both = tmp_path / "alone", tmp_path / "both"
-    words = "--model tiny --limit 4 --wave 2 --turns 2 --max-new-tokens 12 --avg-at 2 --out".split()
+    words = "--model tiny --limit 4 --wave 2 --turns 2 --max-new-tokens 8 --avg-at 2 --out".split()
     monkeypatch.chdir(ROOT)
     main([*words, str(alone)])
-    capfd.readouterr()
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    start = multiprocessing.get_context("fork").Process
-    team = [start(target=one_of_two, args=[i, port, [*words, str(both)]]) for i in range(2)]
-    for process in team:
-        process.start()
-    for process in team:
-        process.join()
-    told = capfd.readouterr().err
-    assert [process.exitcode for process in team] == [0, 0], told
-    assert " 0/2 [" in told and " 0/3 [" not in told  # of three waves, two are the first one's
+    codes, told = together(2, the_second_is_late, [*words, str(both)])
+    assert codes == [0, 0] and " 0/2 [" in told and " 0/3 [" not in told, told
     assert episodes_in(alone) == episodes_in(both)
     assert [p.name for p in both.glob("*.jsonl")] == [FILE]
     stages = [json.loads((f / "summary.json").read_text())["stages"] for f in (alone, both)]
@@ -544,16 +495,10 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
 
 @pytest.mark.parametrize("words, message", [
     ("--bench toy", "the following arguments are required: --model"),
-    ("--model m --bench vstar9", "invalid choice: 'vstar9'"),
     ("--model /no/such/folder", "no checkpoint in /no/such/folder: expected a folder"),
     ("--model m --data x", "drop --data x"),
     ("--model m --limit 0", "--limit: expected a finite number, least 1"),
-    ("--model m --turns 0", "--turns: expected a finite number, least 1"),
-    ("--model m --temperature -1", "--temperature: expected a finite number, least 0; got -1"),
-    ("--model m --shortcut 2", "--shortcut: expected a finite number, least 0, most"),
-    ("--model m --avg-at 0", "--avg-at: expected a finite number, least 1"),
     (f"--model {ROOT}/tiny --out {__file__}/x", "Not a directory"),
-    (f"--model {ROOT}/tiny --out {__file__}", "File exists"),
     ("--model m --avg-at 2 --temperature 0", "K greedy plays are one play"),
     ("--model m --perturb mask,nois", "perturbations are all, or some of identity, mask, noise"),
     ("--model m --perturb all --avg-at 2", "greedy plays: drop --avg-at and --temperature"),
@@ -667,13 +612,3 @@ def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(
     if isinstance(served, ChatJudge):
         assert served.options["max_tokens"] == 99 and served.max_pixels == 5_000_000
         assert served.prompt == "evaluation"
-
-
-def test_the_episodes_of_one_judge_are_not_those_of_another(policy, samples, tmp_path):
-    """Its verdicts would stand as those of the other."""
-    run(policy, samples[:1], tmp_path)
-    how = dict(rules=replace(RULES, temperature=0.0), out=tmp_path, wave=2)
-    for name, value in (("model", "another"), ("prompt", "training")):
-        judge = type("BoxJudge", (BoxJudge,), {name: value})()
-        with pytest.raises(module.Unusable, match="another judge"):
-            evaluate(policy, samples[:1], judge, **how)
