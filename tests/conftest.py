@@ -1,6 +1,7 @@
 """What all tests share: a tiny random policy, and a way to put words into its mouth."""
 
 import copy
+import json
 import multiprocessing
 import os
 import runpy
@@ -182,6 +183,19 @@ def performed(policy, samples, scripts, rules=RULES, **more) -> list[Trajectory]
     with scripted(policy, scripts):
         groups = play(policy, samples, len(scripts) // len(samples), rules, **more)
     return [t for group in groups for t in group]
+
+
+def trained(*words) -> None:
+    """The command line of training. Of each question one play looks, one answers well, one does
+    not: --rollouts should be 3."""
+    import train  # takes a second: for those who want it
+
+    with scripted(None, [[LOOK, ANSWER], [ANSWER], [SHORT]]):
+        train.main(train.parse_config([*map(str, words)]))
+
+
+def json_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def fresh_logits(policy: Policy, trajectory: Trajectory) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ANSWER, LOOK, RULES, SHORT, TWO
-from conftest import fresh_logits, performed, scripted, tied, together
+from conftest import fresh_logits, json_lines, scripted, tied, together, trained
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -26,7 +26,7 @@ from kit.processes import actor_of, shard
 from kit.qwen import Model, Policy
 from rollout import load_policy, play
 from sft import mean_logp, rows_of
-from train import Config, parse_config
+from train import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 A = torch.tensor([[0.75, -0.25, -0.5], [-0.5, 1.0, -0.5]])
@@ -192,16 +192,12 @@ def is_tied(policy: Policy) -> bool:
     return policy.model.lm_head.weight is policy.model.model.language_model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("kind, rank", [("tiny", 0), ("tiny", 4), ("stand-in", 4)])
-def test_ties_are_kept_in_training_in_checkpoints_and_in_exports(
-    kind, rank, samples, tmp_path, request
-):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_ties_are_kept_in_training_in_checkpoints_and_in_exports(rank, groups, tmp_path):
     """As in the 3B: lm_head is the token embeddings, and is not stored."""
-    start = "tiny" if kind == "tiny" else request.getfixturevalue("standin_folder")
-    tied(load_policy(start)).save(tmp_path / "tied")
+    tied(tiny_policy(seed=0)).save(tmp_path / "tied")
     policy = adapted(load_policy(tmp_path / "tied"), rank, "seed")
-    flat = performed(policy, samples[:2], [[LOOK, ANSWER], [SHORT], [ANSWER]] * 2)
-    names, _ = moved(policy, [flat[:3], flat[3:]], steps=1)
+    names, _ = moved(policy, groups, steps=1)
     assert ("model.language_model.embed_tokens.weight" in names) == (rank == 0)
     assert is_tied(policy) and (rank == 0 or is_tied(policy.base))
     run = Run(tmp_path / "run", {}, timeout=60, keep=1)
@@ -212,19 +208,19 @@ def test_ties_are_kept_in_training_in_checkpoints_and_in_exports(
     run.restore(other, torch.optim.AdamW(learnt(other), lr=1e-2), "checkpoint-sft-1")
     again = load_policy(tmp_path / "export")
     assert is_tied(other) and is_tied(again)
-    logits = [fresh_logits(each, flat[0]) for each in (policy, other, again)]
+    logits = [fresh_logits(each, groups[0][0]) for each in (policy, other, again)]
     assert torch.equal(logits[0], logits[1])
     assert torch.allclose(logits[0], logits[2], atol=1e-4)
 
 
 # --- the command line ------------------------------------------------------------------------
 
-WORDS = """--lora-rank 4 --sft-steps 2 --sft-demos 10 --rl-steps 3 --questions 2 --rollouts 3
-    --eval-questions 4 --save-every 1 --sft-lr 8e-2 --rl-lr 1e-2 --reward random""".split()
+WORDS = """--lora-rank 4 --sft-steps 1 --sft-demos 4 --rl-steps 2 --questions 2 --rollouts 3
+    --eval-questions 4 --save-every 1 --sft-lr 8e-2 --rl-lr 1e-2""".split()
 
 
 def dying(*words) -> None:
-    """Train; when the checkpoint of step 2 is written, but state.json does not say so, die."""
+    """When the checkpoint of step 2 is written, but state.json does not say so."""
     save = kit.folder.dcp.save
 
     def last(state, checkpoint_id):
@@ -233,23 +229,22 @@ def dying(*words) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     kit.folder.dcp.save = last
-    train.main(parse_config([*words]))
+    trained(*words)
 
 
 def test_a_run_with_an_adapter_that_is_killed_goes_on_to_the_same_end(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train.main(parse_config(["--out", str(whole), *WORDS]))
-    codes, told = together(1, dying, "--out", str(killed), *WORDS)
+    trained("--out", whole, *WORDS)
+    codes, told = together(1, dying, "--out", killed, *WORDS)
     assert codes == [-signal.SIGKILL], told
     state = json.loads((killed / "state.json").read_text())
     assert (state["stage"], state["step"]) == ("rl", 1)
     assert sum(file.stat().st_size for file in killed.glob("checkpoint-rl-1/*")) < 500_000
-    train.main(parse_config(["--resume", str(killed)]))
+    trained("--resume", killed)
     adapter = "rl/adapter/adapter_model.safetensors"
     for file in ("log.jsonl", "sft/model.safetensors", "rl/model.safetensors", adapter):
         assert (whole / file).read_bytes() == (killed / file).read_bytes(), file
-    lines = [json.loads(line) for line in open(whole / "log.jsonl")]
-    kl = [line["kl"] for line in lines if line["stage"] == "rl"]
+    kl = [line["kl"] for line in json_lines(whole / "log.jsonl") if line["stage"] == "rl"]
     assert kl[0] == 0 and kl[-1] > 0  # stage 2 begins as the merged SFT model
     folders = ROOT / "tiny", whole / "sft", whole / "rl"
     stages = [load_file(folder / "model.safetensors") for folder in folders]

@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import PartialState
-from conftest import tied, together
+from conftest import json_lines, tied, together, trained
 from test_processes import A, run_in, three_steps, union
 
 import kit.folder
 import kit.processes
-import train
 from beyond.tiny import tiny_policy
 from grpo import LogProbs, blank_row, log_probs
 from kit.processes import actor_of, level, mine, precision, processes, shard, sync, whole
 from rollout import load_policy
 from sft import rows_of
 
-RUN = """--sft-steps 3 --sft-demos 12 --rl-steps 3 --questions 2 --rollouts 3 --eval-questions 4
-    --save-every 2 --sft-lr 8e-3""".split()
+RUN = """--sft-steps 1 --sft-demos 4 --rl-steps 2 --questions 2 --rollouts 3 --eval-questions 4
+    --save-every 1 --rl-lr 1e-2""".split()
 
 
 def work(kind: str, folder: Path) -> None:
@@ -68,28 +67,25 @@ def test_the_way_of_a_gpu_is_exact(kind, n, tmp_path, request):
 
 
 def command(dies: bool, *words: str) -> None:
-    """The command line of training; one that dies does so at the third step of stage 2."""
+    """The command line of training; one that dies does so at the second step of stage 2."""
     kit.processes.AS_ON_A_GPU, log = True, kit.folder.Run.log
 
     def dying(run, line):
-        if (line["stage"], line["step"]) == ("rl", 3):
+        if dies and (line["stage"], line["step"]) == ("rl", 2):
             os._exit(9)  # without a word
         log(run, line)
 
-    kit.folder.Run.log = dying if dies else log
-    train.main(train.parse_config([*words]))
+    kit.folder.Run.log = dying
+    trained(*words)
 
 
 def test_a_run_on_it_that_is_killed_ends_as_if_it_had_not_been(tmp_path):
-    whole, killed, logs = str(tmp_path / "whole"), str(tmp_path / "killed"), []
-    for code, words in (
-        (0, ("--out", whole, *RUN)),
-        (9, ("--out", killed, *RUN)),
-        (0, ("--resume", killed)),
-    ):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    runs = (0, "--out", whole, *RUN), (9, "--out", killed, *RUN), (0, "--resume", killed)
+    for code, *words in runs:
         codes, told = together(1, command, code == 9, *words)
         assert codes == [code], told
-    for folder in (Path(whole), Path(killed)):
-        logs.append([json.loads(line) for line in open(folder / "log.jsonl")])
-        assert json.loads((folder / "rl" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert logs[0] == logs[1] and logs[0][-1]["step"] == 3
+    logs = [json_lines(folder / "log.jsonl") for folder in (whole, killed)]
+    assert logs[0] == logs[1] and logs[0][-1]["step"] == 2 and logs[0][-1]["kl"] > 0
+    exported = json.loads((killed / "rl" / "config.json").read_text())
+    assert exported["dtype"] == "bfloat16"

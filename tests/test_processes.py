@@ -1,6 +1,5 @@
 """python -m pytest tests/test_processes.py      two processes do what one does"""
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -10,11 +9,10 @@ import pytest
 import torch
 from accelerate import PartialState
 from conftest import ANSWER, LOOK, PRINT, SHORT, TWO
-from conftest import copied, performed, scripted, tied, together
+from conftest import copied, json_lines, performed, tied, together, trained
 from tqdm import tqdm
 
 import kit.processes
-import train
 from beyond.tiny import tiny_policy
 from data import toy_questions
 from grpo import LogProbs, Objective, blank_row, learn, log_probs, micro_batches
@@ -279,20 +277,14 @@ WORDS = """--sft-steps 2 --sft-demos 6 --rl-steps 2 --questions 4 --rollouts 3 -
     --save-every 2""".split()
 
 
-def command(out: Path) -> None:
-    """The whole command line. Of each question one play looks, one answers well, one does not."""
-    with scripted(None, [[LOOK, ANSWER], [ANSWER], [SHORT]]):
-        train.main(train.parse_config(["--out", str(out), *WORDS]))
-
-
 def test_two_processes_end_with_the_log_of_one(tmp_path):
-    """Rewards equal, losses within 1e-4, and one voice."""
-    codes, told = together(2, command, tmp_path / "2")
+    """The whole command line: rewards equal, losses within 1e-4, and one voice."""
+    codes, told = together(2, trained, "--out", tmp_path / "2", *WORDS)
     assert codes == [0, 0], told
     assert told.count("step    2") == 1 and told.count("no tool") == 1
-    command(tmp_path / "1")
-    lines = [(tmp_path / n / "log.jsonl").read_text().splitlines() for n in "12"]
-    for one, two in zip(*(map(json.loads, log) for log in lines), strict=True):
+    trained("--out", tmp_path / "1", *WORDS)
+    logs = [json_lines(tmp_path / n / "log.jsonl") for n in "12"]
+    for one, two in zip(*logs, strict=True):
         assert one.keys() == two.keys() and one.get("reward") == two.get("reward")
         assert one["grad_norm"] > 0
         for name in one:

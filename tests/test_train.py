@@ -25,7 +25,7 @@ import pytest
 import torch
 from conftest import ANSWER, DRAWN, GOOD, LOOK, NEUTRAL, OURS, PRINTED, SEARCH, TYPO
 from conftest import SHORT as GUESS
-from conftest import scripted, together
+from conftest import json_lines, scripted, together, trained
 from safetensors.torch import load_file
 
 import evaluate
@@ -43,7 +43,6 @@ FIXTURES = ROOT / "tests" / "fixtures"
 RL_ROWS = str(FIXTURES / "codev_rl.parquet")  # 9 of them
 SHORT = """--sft-steps 5 --sft-demos 12 --sft-batch 8 --sft-lr 8e-3 --rl-steps 3 --questions 4
     --rollouts 3 --eval-questions 8 --save-every 2 --eval-every 1"""
-SAID = [[LOOK, ANSWER], [ANSWER], [GUESS]]  # of the plays of each question
 
 
 def config_of(out, words=""):
@@ -67,10 +66,6 @@ def run(*words, **kwargs):
 
 def read(path):
     return json.loads(path.read_text())
-
-
-def json_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # --- the command line ------------------------------------------------------------------------
@@ -501,8 +496,7 @@ def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "whole"
     with redirect_stdout(io.StringIO()) as told, pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        with scripted(None, SAID):
-            train.main(config_of(out, SHORT))
+        trained("--out", out, *SHORT.split())
     return out, told.getvalue()
 
 
@@ -581,7 +575,7 @@ def test_a_stage_ends_with_a_checkpoint_so_that_its_evaluation_can_go_on(tmp_pat
         config = parse_config(["--resume", str(tmp_path)])
 
 
-def dies(config):
+def dies(*words):
     """kill -9 in the third pass over the demonstrations, amid saving a checkpoint."""
     save = kit.folder.dcp.save
 
@@ -593,17 +587,16 @@ def dies(config):
             os.kill(os.getpid(), signal.SIGKILL)
 
     kit.folder.dcp.save = save_half
-    train.main(config)
+    trained(*words)
 
 
 def test_killed_and_resumed_it_ends_the_same(finished, tmp_path, monkeypatch):
     """Log, weights and results equal the uninterrupted run's."""
     monkeypatch.chdir(ROOT)
-    codes, told = together(1, dies, config_of(tmp_path, SHORT))
+    codes, told = together(1, dies, "--out", tmp_path, *SHORT.split())
     assert codes == [-signal.SIGKILL] and read(tmp_path / "state.json")["step"] == 4, told
     assert json_lines(tmp_path / "log.jsonl")[-1]["step"] == 5
-    with scripted(None, SAID):
-        train.main(parse_config(["--resume", str(tmp_path)]))
+    trained("--resume", tmp_path)
     for file in ("log.jsonl", "sft/model.safetensors", "rl/model.safetensors"):
         assert (finished[0] / file).read_bytes() == (tmp_path / file).read_bytes()
     a, b = (read(folder / "summary.json")["stages"] for folder in (finished[0], tmp_path))
