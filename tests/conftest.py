@@ -248,7 +248,7 @@ WRONG, FULL = crop(SEARCH, (0, 0, 64, 64)), crop(SEARCH, (0, 0, 256, 256))
 AGAIN = replace(GOOD, red_lines=["no_op"])  # as the sandbox marks a crop shown before
 TYPO = Observation(error="NameError: imag", red_lines=["sandbox_error"])
 OURS = Observation(error="the worker did not start", environment="the worker did not start")
-PRINTED = Observation(text="checker")
+EMPTY, PRINTED = Observation(), Observation(text="checker")
 DRAWN = Observation(images=[IMAGE], boxes=[None], sources=["show"])
 
 LOOK = "<think> I need a closer look .</think><code>\nimage.crop((64,128,128,192)).show()\n</code>"

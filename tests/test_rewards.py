@@ -9,8 +9,8 @@ import threading
 from dataclasses import fields, replace
 
 import pytest
-from conftest import AGAIN, DRAWN, FULL, GOOD, IMAGE, NEUTRAL, OURS, PRINTED, SEARCH, TYPO, WIDE
-from conftest import WRONG
+from conftest import AGAIN, DRAWN, EMPTY, FULL, GOOD, IMAGE, NEUTRAL, OURS, PRINTED, SEARCH, TYPO
+from conftest import WIDE, WRONG
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -27,7 +27,6 @@ from sandbox import Observation
 CELL_B2, WHOLE = (64, 64, 128, 128), (0, 0, 256, 256)
 BLOCKED = Observation(error="blocked: os.remove", blocked=True, red_lines=["sandbox_error"])
 NO_OP = crop(SEARCH, WHOLE, red_lines=["no_op"])  # as the sandbox marks the whole image
-EMPTY = Observation()
 CELL_PRICE = 2.5 / 16  # of a look at a cell, a 16th of the image, without evidence
 EVERY = sorted({*REWARDS, *RIVALS} - {"random"})
 
@@ -369,9 +368,6 @@ def test_the_tool_part_is_a_mean_of_values_from_minus_1_to_1(seen):
     ("tool_bonus", (GOOD, PRINTED, WIDE, TYPO), "checker", 3.0, 1.6),  # three calls ran
     ("tool_bonus", (NO_OP,) * 5, "checker", 5.0, 2.0),  # whatever they showed
     ("tool_bonus", (TYPO, BLOCKED, Observation(timed_out=True)), "checker", 0.0, 1.0),
-    ("tapo", (EMPTY,), "checker", 0.0, 1.0),  # code of comments alone
-    ("tapo", (PRINTED,), "checker", 0.0, 1.0),  # an answer that code printed
-    ("tapo", (PRINTED,), "diagonal", 0.0, 0.0),
 ])  # fmt: skip
 def test_one_trajectory_under_each_reward(name, seen, answer, part, total):
     got = reward(hand_made(SEARCH, *seen, answer=answer), name)

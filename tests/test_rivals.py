@@ -3,29 +3,17 @@
 Every number below is worked out by hand from the formula."""
 
 import random
-from dataclasses import replace
 
 import pytest
+from conftest import EMPTY, GOOD, NEUTRAL, OURS, PRINTED, SEARCH, TYPO, WRONG
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from beyond.rivals import RIVALS, contradicts
-from data import Sample
-from rewards import REWARDS, BoxJudge, Lambdas, crop, hand_made, reward_named
+from rewards import REWARDS, BoxJudge, Lambdas, hand_made, reward_named
 from rollout import Trajectory
-from sandbox import Observation
 
-IMAGE = Image.new("RGB", (256, 256))
-SEARCH = Sample(
-    "s1", IMAGE, "Which texture is on the red square ?", "checker", boxes=((76, 76, 120, 120),)
-)
-NEUTRAL = replace(SEARCH, id="n1", kind="neutral")
-WRONG = crop(SEARCH, (0, 0, 64, 64))
-EMPTY, PRINTED = Observation(), Observation(text="checker")
-OURS = Observation(error="the worker did not start", environment="the worker did not start")
-RAN = crop(SEARCH, (64, 64, 128, 128))  # showed a picture
-FAILED = Observation(error="ZeroDivisionError", red_lines=["sandbox_error"])
+RIGHT, LIE, NONE = "checker", "diagonal", None
 
 
 def pay(name, *group, judge=BoxJudge(), sample=SEARCH):
@@ -35,18 +23,15 @@ def pay(name, *group, judge=BoxJudge(), sample=SEARCH):
     return [r.total for r in reward_named(name)(played, judge, Lambdas(), random.Random(0))]
 
 
-RIGHT, LIE, NONE = "checker", "diagonal", None
-
-
 def thinking(thought, answer="checker"):
-    t = hand_made(SEARCH, RAN, answer=answer)
+    t = hand_made(SEARCH, GOOD, answer=answer)
     t.turns[-1].text = f"<think>{thought}</think><answer>{answer}</answer>"
     return t
 
 
 def test_thyme_by_hand():
     # r_res + 0.5 consistent if right + 0.5 well-formed
-    assert pay("thyme", (RIGHT,), (RIGHT, RAN, RAN), (LIE, RAN), (NONE, RAN)) == [
+    assert pay("thyme", (RIGHT,), (RIGHT, GOOD, GOOD), (LIE, GOOD), (NONE, GOOD)) == [
         1 + 0.5 + 0.5, 1 + 0.5 + 0.5, -1 + 0 + 0.5, 0 + 0 + 0,
     ]  # fmt: skip
     torn, firm = thinking("so the answer is diagonal."), thinking("so the answer is checker.")
@@ -69,33 +54,33 @@ def test_thoughts_that_conclude_otherwise_contradict_the_answer(thought, answer,
 
 def test_deepeyes_by_hand():
     # 0.8 right + 0.2 format + 1.2 (right and a picture came back)
-    cases = (RIGHT,), (RIGHT, RAN), (LIE, RAN), (RIGHT, EMPTY), (NONE, RAN), (RIGHT, RAN, RAN)
+    cases = (RIGHT,), (RIGHT, GOOD), (LIE, GOOD), (RIGHT, EMPTY), (NONE, GOOD), (RIGHT, GOOD, GOOD)
     assert pay("deepeyes", *cases) == pytest.approx([0.8, 2.0, 0.0, 0.8, -0.2, 2.0])
     assert pay("deepeyes", *cases, sample=NEUTRAL) == pytest.approx([1.2, 1.2, 0, 1.2, -0.4, 1.2])
 
 
 def test_pixel_reasoner_by_hand():
     # One of ten calls, twice: RaPR 0.1, bonus 0.25 * 0.2 / 0.2 - 0.05 = 0.2. The others: 0.
-    rare = pay("pixel_reasoner", (LIE, RAN, RAN), (RIGHT,), *[(LIE,)] * 8)
+    rare = pay("pixel_reasoner", (LIE, GOOD, GOOD), (RIGHT,), *[(LIE,)] * 8)
     assert rare == pytest.approx([0.2, 1.0] + [0.0] * 8)
     # Two of four: RaPR 0.5, above 0.3: only the second call costs, 0.05.
-    often = pay("pixel_reasoner", (RIGHT, RAN), (RIGHT, RAN, RAN), (RIGHT,), (LIE,))
+    often = pay("pixel_reasoner", (RIGHT, GOOD), (RIGHT, GOOD, GOOD), (RIGHT,), (LIE,))
     assert often == pytest.approx([1.0, 0.95, 1.0, 0.0])
     # An error that stands at the end takes the answer away; one that was mended does not.
-    late, mended = pay("pixel_reasoner", (RIGHT, RAN, FAILED), (RIGHT, FAILED, RAN))
+    late, mended = pay("pixel_reasoner", (RIGHT, GOOD, TYPO), (RIGHT, TYPO, GOOD))
     assert (late, mended) == pytest.approx((-0.05, 0.95))
 
 
 def test_codedance_by_hand():
     # Right with 1 of 2 calls well, right without, two wrong: S = 1, 1, 0, 0; mean 0.5, so that
     # d = sigmoid(0) - 0.2 = 0.3, and the part of the first is 1.5 * 0.3 / 2.
-    group = (RIGHT, FAILED, RAN), (RIGHT,), (LIE, RAN), (LIE,)
+    group = (RIGHT, TYPO, GOOD), (RIGHT,), (LIE, GOOD), (LIE,)
     assert pay("codedance", *group) == pytest.approx([1.225, 1.0, 0.5 * 0.3, 0.0])
     # All right: sigmoid(8 * -0.5) = 0.017986, less 0.2: a fee.
-    easy = (RIGHT, RAN), (RIGHT,)
+    easy = (RIGHT, GOOD), (RIGHT,)
     assert pay("codedance", *easy) == pytest.approx([1 + 1.5 * (0.017986 - 0.2), 1.0], abs=1e-6)
     # The format penalty is in the mean: S = 0.8 and -0.2, mean 0.3: sigmoid(8 * 0.2) = 0.832018.
-    bad = [hand_made(SEARCH, RAN, answer=a) for a in (RIGHT, LIE)]
+    bad = [hand_made(SEARCH, GOOD, answer=a) for a in (RIGHT, LIE)]
     for t in bad:
         t.turns[-1].text += "</think>"
     d = 0.832018 - 0.2
@@ -103,37 +88,37 @@ def test_codedance_by_hand():
 
 
 def test_pyvision_by_hand():
-    cases = (RIGHT, RAN, FAILED, EMPTY), (RIGHT,), (LIE, RAN)
+    cases = (RIGHT, GOOD, TYPO, EMPTY), (RIGHT,), (LIE, GOOD)
     assert pay("pyvision", *cases) == pytest.approx([1.3, 1.0, 0.0])
 
 
 def test_adatooler_by_hand():
     # With calls 2 of 2 right, without 1 of 2: dS 0.5. exp(-2 (5/6)^2) = 0.249352 for one call
     # that ran, exp(-2) = 0.135335 for none.
-    group = (RIGHT, RAN), (RIGHT, FAILED), (RIGHT,), (LIE,)
+    group = (RIGHT, GOOD), (RIGHT, TYPO), (RIGHT,), (LIE,)
     one, none = 0.6 * 0.5 * 0.249352, 0.6 * 0.5 * 0.135335
     assert pay("adatooler", *group) == pytest.approx([1 + one, 1 + none, 1 + none, none], abs=1e-6)
-    assert pay("adatooler", (RIGHT, RAN), (LIE, RAN)) == [1.0, 0.0]  # nothing to compare with
+    assert pay("adatooler", (RIGHT, GOOD), (LIE, GOOD)) == [1.0, 0.0]  # nothing to compare with
 
 
 def test_faitheyes_by_hand():
     # Of four calls one fails, one is rejected by the judge: 0.2 * (1 - 2 / 4).
-    got = pay("faitheyes", (RIGHT, RAN, FAILED, WRONG, PRINTED), (RIGHT,), (LIE, RAN), (NONE, RAN))
+    got = pay("faitheyes", (RIGHT, GOOD, TYPO, WRONG, PRINTED), (RIGHT,), (LIE, GOOD), (NONE, GOOD))
     assert got == pytest.approx([1.1, 1.0, 0.2, 0.2 - 0.2 - 0.2])
-    long = hand_made(SEARCH, RAN, answer=None)
+    long = hand_made(SEARCH, GOOD, answer=None)
     long.ended = "length"  # cut off as well
     assert pay("faitheyes", long) == pytest.approx([0.2 - 0.2 - 0.2])
     assert pay("faitheyes", thinking("The answer is red.")) == pytest.approx([1 + 0.2 - 0.2])
-    assert pay("faitheyes", (RIGHT, RAN), judge=lambda *asked: None) == [None]
+    assert pay("faitheyes", (RIGHT, GOOD), judge=lambda *asked: None) == [None]
 
 
 def test_a_failure_of_ours_is_no_call_for_anybody():
     for name in sorted({*REWARDS, *RIVALS} - {"random"}):
-        with_it, without = pay(name, (RIGHT, OURS, RAN)), pay(name, (RIGHT, RAN))
+        with_it, without = pay(name, (RIGHT, OURS, GOOD)), pay(name, (RIGHT, GOOD))
         assert with_it == without, name
 
 
-some_shown = st.lists(st.sampled_from([RAN, WRONG, FAILED, EMPTY, PRINTED]), max_size=5)
+some_shown = st.lists(st.sampled_from([GOOD, WRONG, TYPO, EMPTY, PRINTED]), max_size=5)
 anything = st.tuples(st.sampled_from([RIGHT, LIE]), some_shown).map(lambda t: (t[0], *t[1]))
 
 
