@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ANSWER, FAIL, IMAGE, LOOK, RULES, SEARCH, SHORT, scripted, together
+from conftest import ANSWER, FAIL, IMAGE, LOOK, RULES, SEARCH, SHORT, copied, scripted, together
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -110,14 +110,11 @@ def test_sampling_repeats_with_its_seed_and_leaves_the_random_numbers_of_trainin
         played = evaluate(policy, samples[:2], BoxJudge(), rules=rules, seed=seed)[1]
         return [trajectory.ids for trajectory in played]
 
+    with pytest.raises(ValueError, match="at least one sample"):
+        evaluate(policy, [], BoxJudge())
     before = torch.random.get_rng_state()
     assert sampled(1) == sampled(1) != sampled(2)
     assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_evaluating_nothing_is_refused(policy):
-    with pytest.raises(ValueError, match="at least one sample"):
-        evaluate(policy, [], BoxJudge())
 
 
 def test_questions_against_the_prior_count_for_one_number_only():
@@ -292,18 +289,12 @@ def test_vstar_has_its_boxes_in_corners(tmp_path):
         load_bench("vstar", tmp_path)
 
 
-def test_a_benchmarks_own_rule_decides_what_is_right(policy, tmp_path):
-    row = ROWS["vlmblind, tsv"][1]
-    rows = [row | {"index": i, "task": "Touching Circles", "answers": "No"} for i in range(3)]
-    samples = load_bench("vlmblind", write_tsv(tmp_path / "blind.tsv", rows))
-    assert samples[0].rule("no, they do not", "No")
-    assert grade("No", samples[0], BoxJudge()) == 1 and grade("No " * 400, samples[0], None) == 0
-    said = ["<answer>no , red</answer>"], ["<answer>red</answer>"], [LOOK, LOOK]
-    with scripted(policy, list(said)):
-        rules = replace(COLD, turns=2)
-        metrics, _, rewards = evaluate(policy, samples, BoxJudge(), rules=rules)
-    assert [reward.answer for reward in rewards] == [1.0, 0.0, 0.0]
-    assert metrics["score"] == pytest.approx(1 / 3)
+def test_a_benchmarks_own_rule_decides_what_is_right(tmp_path):
+    row = ROWS["vlmblind, tsv"][1] | {"index": 0, "task": "Touching Circles", "answers": "No"}
+    sample = load_bench("vlmblind", write_tsv(tmp_path / "blind.tsv", [row]))[0]
+    assert sample.rule("no, they do not", "No") and grade("No", sample, BoxJudge()) == 1
+    assert grade("no , red", sample, BoxJudge()) == 1 and grade("red", sample, BoxJudge()) == 0
+    assert grade("No " * 400, sample, None) == 0
 
 
 def test_the_summary_has_the_benchmarks_own_score_and_leaves_out_what_nobody_graded():
@@ -437,14 +428,10 @@ def test_a_file_that_lost_lines_is_not_measured(policy, samples, tmp_path):
 
 
 def test_other_weights_are_another_evaluation(policy, samples):
-    before = fingerprint(policy, samples, 1)
-    weights = next(policy.model.parameters()).data.view(-1)
-    weights[0] += 1
-    try:
-        assert fingerprint(policy, samples, 1) != before
-    finally:
-        weights[0] -= 1
-    assert fingerprint(policy, samples, 1) == before
+    other = copied(policy)
+    assert fingerprint(other, samples, 1) == fingerprint(policy, samples, 1)
+    next(other.model.parameters()).data.view(-1)[0] += 1
+    assert fingerprint(other, samples, 1) != fingerprint(policy, samples, 1)
 
 
 def the_second_is_late(words):

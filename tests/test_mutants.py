@@ -1,4 +1,4 @@
-"""python -m pytest tests/test_mutants.py      the table of faults, and five of them planted"""
+"""python -m pytest tests/test_mutants.py      the table of faults, and two of them planted"""
 
 import re
 import subprocess
@@ -36,8 +36,8 @@ def test_at_most_one_fault_in_twenty_is_excused():
     assert sum(bool(m.excuse) for m in TABLE) <= len(TABLE) / 20
 
 
-def test_a_sample_of_five_dies():
+def test_a_sample_dies():
     files = [f"kit/{name}.py" for name in QUICK]
-    words = [sys.executable, "tests/mutants.py", *files, "--sample", "5"]
+    words = [sys.executable, "tests/mutants.py", *files, "--sample", "2"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "5 planted" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "2 planted" in done.stdout, done.stdout + done.stderr
