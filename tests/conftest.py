@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import ssl
 import sys
@@ -30,6 +31,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import kit.folder
 import rollout
 from beyond.tiny import tiny_policy
 from data import TAGS, Sample, toy_questions
@@ -192,6 +194,27 @@ def trained(*words) -> None:
 
     with scripted(None, [[LOOK, ANSWER], [ANSWER], [SHORT]]):
         train.main(train.parse_config([*map(str, words)]))
+
+
+def killed(amid: str, *words) -> None:
+    """trained(*words), with kill -9 amid saving the checkpoint of that name."""
+    save = kit.folder.dcp.save
+
+    def half(state, checkpoint_id):
+        save(state, checkpoint_id=checkpoint_id)
+        if checkpoint_id.name == amid:
+            (checkpoint_id / ".metadata").unlink()  # it is written last
+            next(checkpoint_id.glob("*.distcp")).write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    kit.folder.dcp.save = half
+    trained(*words)
+
+
+def same_end(one: Path, other: Path, *more: str) -> bool:
+    """Have two runs the same log and the same weights, to the bit?"""
+    files = "log.jsonl", "sft/model.safetensors", "rl/model.safetensors", *more
+    return all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
 
 
 def json_lines(file: Path) -> list[dict]:

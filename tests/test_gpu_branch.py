@@ -4,17 +4,17 @@ A GPU holds fp32 weights, cut even for one process. It fetches them in bf16, and
 plays. `kit.processes.AS_ON_A_GPU` makes a CPU do the same, so that all but the device is run."""
 
 import json
-import os
+import signal
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import PartialState
-from conftest import json_lines, tied, together, trained
+from conftest import json_lines, killed, same_end, tied, together, trained
 from test_processes import A, run_in, three_steps, union
 
-import kit.folder
 import kit.processes
 from beyond.tiny import tiny_policy
 from grpo import LogProbs, blank_row, log_probs
@@ -66,26 +66,19 @@ def test_the_way_of_a_gpu_is_exact(kind, n, tmp_path, request):
     assert codes == [0] * n, told
 
 
-def command(dies: bool, *words: str) -> None:
-    """The command line of training; one that dies does so at the second step of stage 2."""
-    kit.processes.AS_ON_A_GPU, log = True, kit.folder.Run.log
-
-    def dying(run, line):
-        if dies and (line["stage"], line["step"]) == ("rl", 2):
-            os._exit(9)  # without a word
-        log(run, line)
-
-    kit.folder.Run.log = dying
-    trained(*words)
+def on_a_gpu(task: Callable, *words) -> None:
+    kit.processes.AS_ON_A_GPU = True
+    task(*words)
 
 
 def test_a_run_on_it_that_is_killed_ends_as_if_it_had_not_been(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    runs = (0, "--out", whole, *RUN), (9, "--out", killed, *RUN), (0, "--resume", killed)
-    for code, *words in runs:
-        codes, told = together(1, command, code == 9, *words)
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    for code, *words in (
+        (0, trained, "--out", whole, *RUN),
+        (-signal.SIGKILL, killed, "checkpoint-rl-2", "--out", out, *RUN),
+        (0, trained, "--resume", out),
+    ):
+        codes, told = together(1, on_a_gpu, *words)
         assert codes == [code], told
-    logs = [json_lines(folder / "log.jsonl") for folder in (whole, killed)]
-    assert logs[0] == logs[1] and logs[0][-1]["step"] == 2 and logs[0][-1]["kl"] > 0
-    exported = json.loads((killed / "rl" / "config.json").read_text())
-    assert exported["dtype"] == "bfloat16"
+    assert same_end(whole, out) and json_lines(out / "log.jsonl")[-1]["kl"] > 0
+    assert json.loads((out / "rl" / "config.json").read_text())["dtype"] == "bfloat16"

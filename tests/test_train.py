@@ -25,11 +25,10 @@ import pytest
 import torch
 from conftest import ANSWER, DRAWN, GOOD, LOOK, NEUTRAL, OURS, PRINTED, SEARCH, TYPO
 from conftest import SHORT as GUESS
-from conftest import json_lines, scripted, together, trained
+from conftest import json_lines, killed, same_end, scripted, together, trained
 from safetensors.torch import load_file
 
 import evaluate
-import kit.folder
 import train
 from data import USUAL_TEXTURE
 from kit.flags import shared
@@ -571,30 +570,14 @@ def test_a_stage_ends_with_a_checkpoint_so_that_its_evaluation_can_go_on(tmp_pat
         config = parse_config(["--resume", str(tmp_path)])
 
 
-def dies(*words):
-    """kill -9 in the third pass over the demonstrations, amid saving a checkpoint."""
-    save = kit.folder.dcp.save
-
-    def save_half(state, checkpoint_id):
-        save(state, checkpoint_id=checkpoint_id)
-        if checkpoint_id.name == "checkpoint-sft-5":
-            (checkpoint_id / ".metadata").unlink()  # it is written last
-            next(checkpoint_id.glob("*.distcp")).write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    kit.folder.dcp.save = save_half
-    trained(*words)
-
-
 def test_killed_and_resumed_it_ends_the_same(finished, tmp_path, monkeypatch):
-    """Log, weights and results equal the uninterrupted run's."""
+    """kill -9 in the third pass over the demonstrations."""
     monkeypatch.chdir(ROOT)
-    codes, told = together(1, dies, "--out", tmp_path, *SHORT.split())
+    codes, told = together(1, killed, "checkpoint-sft-5", "--out", tmp_path, *SHORT.split())
     assert codes == [-signal.SIGKILL] and read(tmp_path / "state.json")["step"] == 4, told
     assert json_lines(tmp_path / "log.jsonl")[-1]["step"] == 5
     trained("--resume", tmp_path)
-    for file in ("log.jsonl", "sft/model.safetensors", "rl/model.safetensors"):
-        assert (finished[0] / file).read_bytes() == (tmp_path / file).read_bytes()
+    assert same_end(finished[0], tmp_path)
     a, b = (read(folder / "summary.json")["stages"] for folder in (finished[0], tmp_path))
     assert a == b
 
