@@ -12,11 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import asdict, fields, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -35,6 +33,7 @@ from kit.flags import shared
 from kit.folder import Run
 from rewards import Reward, crop, hand_made
 from rollout import load_policy
+from test_chat import Server, says
 from train import Config, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -611,52 +610,30 @@ def test_a_far_too_high_rate_is_told_before_anything_is_saved(tmp_path, monkeypa
 # --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --
 
 
-class Judge(BaseHTTPRequestHandler):
-    """Finds every output useful and every open answer wrong."""
-
-    asked: list[str] = []
-
-    def do_POST(self):
-        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.asked.append(asked)
-        verdict = {"same": False} if "candidate" in asked else {"score": 1}
-        reply = {"message": {"content": json.dumps({"reason": "r"} | verdict)}}
-        body = json.dumps({"choices": [reply]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+def verdict(handler):
+    """Every output is useful, and every open answer wrong."""
+    compared = "candidate" in json.dumps(handler.server.bodies[-1])
+    return says(json.dumps({"reason": "r"} | ({"same": False} if compared else {"score": 1})))
 
 
-@pytest.fixture
-def judge_url():
-    Judge.asked.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-
-
-def test_the_7b_recipe_runs_on_a_stand_in(tmp_path, standin_folder, judge_url, capsys):
+def test_the_7b_recipe_runs_on_a_stand_in(tmp_path, standin_folder, capsys):
     """Rows without boxes: only the server can say whether a crop showed anything."""
-    words = f"""--preset codev-7b --model {standin_folder} --judge-url {judge_url}
+    words = f"""--preset codev-7b --model {standin_folder} --judge-concurrency 1
         --sft-data {FIXTURES}/thyme_sft.jsonl --rl-data {RL_ROWS} --sft-steps 1 --sft-batch 2
         --rl-steps 1 --questions 2 --rollouts 2 --max-pixels 100352 --max-new-tokens 64
         --kv-budget-gb 1"""
-    with scripted(None, [[LOOK, ANSWER], [LOOK, GUESS]]):
-        train.main(config_of(tmp_path, words))
+    with Server(verdict) as server, scripted(None, [[LOOK, ANSWER], [LOOK, GUESS]]):
+        train.main(config_of(tmp_path, f"{words} --judge-url {server.url}"))
     said = capsys.readouterr().out
     assert "8 of 8 rows loaded, 0 skipped" in said and "9 of 9 rows loaded, 0 skipped" in said
     assert (tmp_path / "summary.json").stat().st_size and (tmp_path / "report.html").stat().st_size
     sft, rl = json_lines(tmp_path / "log.jsonl")
     assert (sft["stage"], rl["stage"], rl["tools"]) == ("sft", "rl", 1.0)
-    steps = [words for words in Judge.asked if "data:image" in words]
-    assert steps and len(steps) < len(Judge.asked)  # open answers were judged as well
+    asked = [*map(json.dumps, server.bodies)]
+    steps = [words for words in asked if "data:image" in words]
+    assert steps and len(steps) < len(asked)  # open answers were judged as well
     assert not any("<code>" in words or "<think>" in words for words in steps)
-    assert len(set(Judge.asked)) == len(Judge.asked)  # what is known is not asked again
+    assert len(set(asked)) == len(asked)  # what is known is not asked again
     exported = read(tmp_path / "rl" / "preprocessor_config.json")
     assert exported["size"]["longest_edge"] == 100_352
     folders = standin_folder, tmp_path / "sft", tmp_path / "rl"
