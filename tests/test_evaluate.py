@@ -23,7 +23,7 @@ from evaluate import curves, evaluate, fingerprint, judges_of, load_bench, load_
 from evaluate import read_trajectories, table, write_trajectories
 from kit.records import file_of
 from kit.tables import Lazy
-from rewards import BoxJudge, ChatJudge, Reward, grade
+from rewards import BoxJudge, ChatJudge, Reward
 from rollout import Trajectory, Turn
 from sandbox import Observation
 from test_benchmarks import ROWS, encoded, write_tsv
@@ -287,14 +287,6 @@ def test_vstar_has_its_boxes_in_corners(tmp_path):
     (folder / "sa_1.json").unlink()
     with pytest.raises(ValueError, match=r"row 0, image: expected its boxes in .*sa_1\.json"):
         load_bench("vstar", tmp_path)
-
-
-def test_a_benchmarks_own_rule_decides_what_is_right(tmp_path):
-    row = ROWS["vlmblind, tsv"][1] | {"index": 0, "task": "Touching Circles", "answers": "No"}
-    sample = load_bench("vlmblind", write_tsv(tmp_path / "blind.tsv", [row]))[0]
-    assert sample.rule("no, they do not", "No") and grade("No", sample, BoxJudge()) == 1
-    assert grade("no , red", sample, BoxJudge()) == 1 and grade("red", sample, BoxJudge()) == 0
-    assert grade("No " * 400, sample, None) == 0
 
 
 def test_the_summary_has_the_benchmarks_own_score_and_leaves_out_what_nobody_graded():

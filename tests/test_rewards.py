@@ -135,6 +135,8 @@ def test_what_the_rules_decide_is_not_asked(reference, options, answer, right):
     assert grade(answer, question(reference, options), judge) == right and not judge.asked
     with pytest.raises(ValueError, match="sample q: the answer should name .*'green'"):
         grade("A", question("green", ("red", "blue")), judge)
+    ruled = replace(question("No"), rule=str.startswith)  # its own rule, of short answers
+    assert [grade("No " * n, ruled, None) for n in (1, 400)] == [1.0, 0.0]
 
 
 def test_an_answer_without_a_verdict_leaves_the_trajectory_without_a_reward():
