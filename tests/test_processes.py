@@ -80,12 +80,10 @@ def learnt(policy):
     return {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
 
 
-def weights(policy):
-    return {name: whole(p.detach()).clone() for name, p in learnt(policy).items()}
-
-
-def gradients(policy):
-    return {name: whole(p.grad).clone() for name, p in learnt(policy).items()}
+def weights(policy, grad=False):
+    """Those that learn, whole; or their gradients."""
+    found = {name: p.grad if grad else p.detach() for name, p in learnt(policy).items()}
+    return {name: whole(tensor).clone() for name, tensor in found.items()}
 
 
 def adam(policy):
@@ -138,11 +136,12 @@ def measured(groups, advantage, policy, reference) -> dict:
         ref = reference if objective.beta else None
         report = learn(policy, Still(policy), groups, pull, ref, objective)
         report["kl"] = report["kl"] or 0.0
-        found[name] = (report, gradients(policy))
+        found[name] = report, weights(policy, grad=True)
     rows = rows_of(policy, [t for group in groups for t in group])
     batches = [b for part in parts(rows) for b in micro_batches(part, 200)]
     policy.model.zero_grad()
-    found["imitation"] = ({"logp": mean_logp(policy, batches, learn=True)}, gradients(policy))
+    report = {"logp": mean_logp(policy, batches, learn=True)}
+    found["imitation"] = report, weights(policy, grad=True)
     return found
 
 
@@ -190,22 +189,22 @@ def stall(out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the two processes left what they found."""
+def two(tmp_path_factory):
+    """What two processes found, and where."""
     folder = tmp_path_factory.mktemp("two")
     codes, told = together(2, work, folder)
     assert codes == [0, 0], told
-    return folder
+    return torch.load(folder / "found.pt", weights_only=False) | {"folder": folder}
 
 
 @pytest.fixture(scope="module")
-def two(folder):
-    return torch.load(folder / "found.pt", weights_only=False)
+def groups(policy):
+    return [*union(policy)]
 
 
 @pytest.fixture(scope="module")
-def one(policy):
-    return measured([*union(policy)], A, policy, another(policy))
+def one(policy, groups):
+    return measured(groups, A, policy, another(policy))
 
 
 @pytest.mark.parametrize("case", [*OBJECTIVES, "imitation"])
@@ -229,14 +228,14 @@ def test_each_process_holds_half_and_the_actor_is_the_policy(two, policy):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_train_as_one_does_and_go_on_from_a_checkpoint(kind, two, folder, policy):
+def test_two_train_as_one_does_and_go_on_from_a_checkpoint(kind, two, groups):
     """The two to the bit; one process, which can read their checkpoint, up to rounding."""
-    (reports, straight, resumed), groups = two[kind], [*union(policy)]
+    (reports, straight, resumed), folder = two[kind], two["folder"] / kind
     expected, alone = three_steps(KINDS[kind](), groups, A)
     assert reports == [pytest.approx(report, rel=1e-5, abs=1e-7) for report in expected]
     assert straight.keys() == alone.keys() and ("lora" in [*alone][0]) == (kind == "adapter")
-    read = third_again(run_in(folder / kind), KINDS[kind](), groups, A)
-    model = load_policy(folder / kind / "export").model
+    read = third_again(run_in(folder), KINDS[kind](), groups, A)
+    model = load_policy(folder / "export").model
     exported = straight if kind == "adapter" else dict(model.named_parameters())
     for name, weight in straight.items():
         assert torch.equal(weight, resumed[name]) and torch.equal(weight, exported[name]), name
