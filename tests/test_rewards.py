@@ -327,11 +327,6 @@ some = st.sampled_from([GOOD, WIDE, WRONG, FULL, TYPO, BLOCKED, EMPTY, PRINTED])
 some_seen = st.lists(some, max_size=5)
 
 
-@given(some_seen, st.sampled_from([TYPO, BLOCKED]))
-def test_a_failed_or_blocked_step_never_raises_the_tool_part(seen, more):
-    assert tools(*seen, more) <= tools(*seen)
-
-
 @given(some_seen.filter(bool), st.data())
 def test_repeating_a_call_never_raises_the_tool_part(seen, data):
     """The sandbox marks a picture shown before as a no-op, and an error is an error again. (What
@@ -342,12 +337,13 @@ def test_repeating_a_call_never_raises_the_tool_part(seen, data):
         assert tools(*seen, again) <= tools(*seen)
 
 
-@given(some_seen, st.sampled_from([WRONG, FULL, EMPTY, PRINTED]))
-def test_an_irrelevant_empty_or_text_only_step_never_earns(seen, more):
+@given(some_seen, st.sampled_from([TYPO, BLOCKED, WRONG, FULL, EMPTY, PRINTED]))
+def test_a_step_without_evidence_never_earns(seen, more):
     """It pulls the mean of Eq. 6 towards 0: a good record suffers, one below 0 is diluted, and
-    never gets above what no step at all would have earned."""
+    never gets above what no step at all would have earned. A failure never raises the mean."""
     before, after = tools(*seen), tools(*seen, more)
-    assert after <= max(before, 0.0) and (before < 0 or after <= before)
+    assert after <= max(before, 0.0)
+    assert after <= before or before < 0 and not more.error
 
 
 @given(some_seen)
@@ -388,17 +384,11 @@ anything = st.builds(lambda seen, answer: hand_made(SEARCH, *seen, answer=answer
 
 @given(some_seen, some_seen, st.floats(0.1, 10), st.sampled_from([-0.49, -0.3, 0.0, 0.3, 0.49]))
 def test_right_beats_wrong_while_tools_weigh_less_than_half_an_answer(a, b, answer, share):
-    weights = Lambdas(answer, answer * share)
-    right, wrong = (reward(hand_made(SEARCH, *seen, answer=x), weights=weights)
-                    for seen, x in ((a, "checker"), (b, "diagonal")))  # fmt: skip
-    assert right.total > wrong.total
-
-
-@given(some_seen, some_seen, st.booleans(), st.booleans())
-def test_at_the_defaults_a_badly_formed_right_answer_still_beats_any_wrong_one(a, b, bad_a, bad_b):
+    """At the defaults also if it is badly formed."""
     right, wrong = hand_made(SEARCH, *a, answer="checker"), hand_made(SEARCH, *b, answer="diagonal")
-    for t, bad in ((right, bad_a), (wrong, bad_b)):
-        t.turns[-1].text += "</think>" * bad
+    how = dict(weights=Lambdas(answer, answer * share))
+    assert reward(right, **how).total > reward(wrong, **how).total
+    right.turns[-1].text += "</think>"
     assert reward(right).total > reward(wrong).total  # 1 - 0.2 - 0.2 > 0.2
 
 
