@@ -24,7 +24,7 @@ os.environ.setdefault("HF_DATASETS_CACHE", tempfile.gettempdir() + "/codev-tests
 
 import pytest
 import torch
-from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from hypothesis import settings
 from PIL import Image
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -63,7 +63,7 @@ def _member(rank: int, n: int, folder: Path, port: int, task: Callable, words: t
     if n > 1:  # as torchrun would start it
         os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
         os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    PartialState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     task(*words)
 
 

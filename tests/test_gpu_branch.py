@@ -19,6 +19,7 @@ import kit.processes
 from beyond.tiny import tiny_policy
 from grpo import LogProbs, blank_row, log_probs
 from kit.processes import actor_of, level, mine, precision, processes, shard, sync, whole
+from kit.qwen import Policy
 from rollout import load_policy
 from sft import rows_of
 
@@ -26,19 +27,16 @@ RUN = """--sft-steps 1 --sft-demos 4 --rl-steps 2 --questions 2 --rollouts 3 --e
     --save-every 1 --rl-lr 1e-2""".split()
 
 
-def work(kind: str, folder: Path) -> None:
-    """One of some processes, with the tiny network; the same with one tensor for the embeddings and
-    for lm_head, as the 3B has; or a checkpoint folder, tied as well."""
+def work(policy: Policy, groups: list, folder: Path) -> None:
+    """One of some processes."""
     PartialState(cpu=True)  # they meet
     kit.processes.AS_ON_A_GPU = True
-    policy = tiny_policy(0) if kind in ("tiny", "tied") else load_policy(kind)
-    policy = policy if kind == "tiny" else tied(policy)
     before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     actor = actor_of(policy)
     policy.model.activation_checkpointing_enable()
     shard(policy, LogProbs(policy))
     sync(policy, actor)
-    groups = mine([*islice(union(actor), 2)])
+    groups = mine(groups)
     assert len(groups) == 2 // processes()[1] and precision(policy) == torch.bfloat16
 
     def agree() -> bool:
@@ -61,8 +59,12 @@ def work(kind: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("kind, n", [("tiny", 1), ("tied", 2), ("standin", 1)])
 def test_the_way_of_a_gpu_is_exact(kind, n, tmp_path, request):
-    where = str(request.getfixturevalue("standin_folder")) if kind == "standin" else kind
-    codes, told = together(n, work, where, tmp_path)
+    """tied: with one tensor for the embeddings and for lm_head, as the 3B has."""
+    standin = kind == "standin"
+    policy = load_policy(request.getfixturevalue("standin_folder")) if standin else tiny_policy(0)
+    policy = policy if kind == "tiny" else tied(policy)
+    groups = [*islice(union(policy), 2)]
+    codes, told = together(n, work, policy, groups, tmp_path)
     assert codes == [0] * n, told
 
 

@@ -145,7 +145,7 @@ def measured(groups, advantage, policy, reference) -> dict:
     return found
 
 
-def work(out: Path) -> None:
+def work(out: Path, groups: list) -> None:
     """One of two processes. Each has its own rollouts: those of process 0 end in turn 1 or have no
     picture at all, those of process 1 take three turns, and its judge takes a while."""
     PartialState(cpu=True)  # they meet
@@ -155,7 +155,6 @@ def work(out: Path) -> None:
     shard(policy, LogProbs(policy))
     shard(reference, LogProbs(reference))
     sync(policy, actor)
-    groups = [*union(actor)]
     assert len(mine(groups)) == 2 and processes()[1] == 2
     time.sleep(processes()[0])
     found = measured(mine(groups), mine(A), policy, reference)
@@ -189,17 +188,17 @@ def stall(out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """What two processes found, and where."""
-    folder = tmp_path_factory.mktemp("two")
-    codes, told = together(2, work, folder)
-    assert codes == [0, 0], told
-    return torch.load(folder / "found.pt", weights_only=False) | {"folder": folder}
+def groups(policy):
+    return [*union(policy)]
 
 
 @pytest.fixture(scope="module")
-def groups(policy):
-    return [*union(policy)]
+def two(tmp_path_factory, groups):
+    """What two processes found, and where."""
+    folder = tmp_path_factory.mktemp("two")
+    codes, told = together(2, work, folder, groups)
+    assert codes == [0, 0], told
+    return torch.load(folder / "found.pt", weights_only=False) | {"folder": folder}
 
 
 @pytest.fixture(scope="module")

@@ -620,7 +620,7 @@ def test_the_7b_recipe_runs_on_a_stand_in(tmp_path, standin_folder, capsys):
     """Rows without boxes: only the server can say whether a crop showed anything."""
     words = f"""--preset codev-7b --model {standin_folder} --judge-concurrency 1
         --sft-data {FIXTURES}/thyme_sft.jsonl --rl-data {RL_ROWS} --sft-steps 1 --sft-batch 2
-        --rl-steps 1 --questions 2 --rollouts 2 --max-pixels 100352 --max-new-tokens 64
+        --rl-steps 1 --questions 4 --rollouts 2 --max-pixels 100352 --max-new-tokens 64
         --kv-budget-gb 1"""
     with Server(verdict) as server, scripted(None, [[LOOK, ANSWER], [LOOK, GUESS]]):
         train.main(config_of(tmp_path, f"{words} --judge-url {server.url}"))
@@ -628,7 +628,7 @@ def test_the_7b_recipe_runs_on_a_stand_in(tmp_path, standin_folder, capsys):
     assert "8 of 8 rows loaded, 0 skipped" in said and "9 of 9 rows loaded, 0 skipped" in said
     assert (tmp_path / "summary.json").stat().st_size and (tmp_path / "report.html").stat().st_size
     sft, rl = json_lines(tmp_path / "log.jsonl")
-    assert (sft["stage"], rl["stage"], rl["tools"]) == ("sft", "rl", 1.0)
+    assert (sft["stage"], rl["stage"]) == ("sft", "rl") and rl["tools"] > 0.1
     asked = [*map(json.dumps, server.bodies)]
     steps = [words for words in asked if "data:image" in words]
     assert steps and len(steps) < len(asked)  # open answers were judged as well
