@@ -218,7 +218,7 @@ def same_end(one: Path, other: Path, *more: str) -> bool:
 
 
 def json_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.open()]
 
 
 def fresh_logits(policy: Policy, trajectory: Trajectory) -> torch.Tensor:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ANSWER, FAIL, IMAGE, LOOK, RULES, SEARCH, SHORT, copied, scripted, together
+from conftest import ANSWER, FAIL, IMAGE, LOOK, RULES, SEARCH, SHORT
+from conftest import copied, json_lines, scripted, together
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -35,10 +36,6 @@ COLD = replace(RULES, temperature=0.0)
 
 def write(trajectories, rewards, folder):
     write_trajectories(folder / FILE, trajectories, rewards)
-
-
-def lines_in(folder):
-    return [json.loads(line) for line in (folder / FILE).open()]
 
 
 TARGET = (76, 140, 120, 184)
@@ -172,7 +169,7 @@ def test_trajectories_survive_their_file_wherever_its_folder_moves(pairs):
         here.rename(there)
         back, paid = read_trajectories(there / FILE)
         assert [*map(in_memory, back)] == [*map(in_memory, trajectories)] and paid == rewards
-        for line, t, reward in zip(lines_in(there), trajectories, rewards, strict=True):
+        for line, t, reward in zip(json_lines(there / FILE), trajectories, rewards, strict=True):
             assert line["correct"] is (None if reward.answer is None else reward.answer == 1)
             turns, own = zip(line["steps"], t.turns, strict=True), iter(reward.scores)
             assert all(a["score"] == (b.observation and next(own)) for a, b in turns)
@@ -183,7 +180,7 @@ def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
     trajectories, rewards = worked_example()
     trajectories[0].sample = replace(SAMPLE, rule=str.endswith)  # it is code, and is not written
     write(trajectories, rewards, tmp_path)
-    first, second, third = lines_in(tmp_path)
+    first, second, third = json_lines(tmp_path / FILE)
     documented = re.findall(r"^    ([a-z]+)  +", module.__doc__, re.MULTILINE)
     assert set(first) == {*documented, "prompt", "prompt_images"}
     assert first["sample"]["boxes"] == [list(TARGET)] and first["sample"]["answer"] == "checker"
@@ -199,7 +196,7 @@ def test_a_line_holds_what_the_head_of_the_file_promises(tmp_path):
 @pytest.mark.parametrize("field", ["reward", "sample", "steps", "acted"])
 def test_a_line_that_lacks_a_field_is_named(field, tmp_path):
     write(*worked_example(), tmp_path)
-    lines = lines_in(tmp_path)
+    lines = json_lines(tmp_path / FILE)
     del lines[1][field]
     (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match=f"jsonl, line 2: expected an .*KeyError: '{field}'"):
@@ -449,7 +446,7 @@ def test_two_processes_play_what_one_plays_and_nothing_twice(tmp_path, monkeypat
     assert [p.name for p in both.glob("*.jsonl")] == [FILE]
     stages = [json.loads((f / "summary.json").read_text())["stages"] for f in (alone, both)]
     assert stages[0] == stages[1] and stages[0]["toy"]["rates"]["accuracy"]["denominator"] == 8
-    ids = Counter(line["sample"]["id"] for line in lines_in(both))
+    ids = Counter(line["sample"]["id"] for line in json_lines(both / FILE))
     assert len(ids) == 6 and set(ids.values()) == {2}
 
 
