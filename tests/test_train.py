@@ -287,6 +287,13 @@ def test_a_judge_that_is_silent_stops_the_run_before_it_learns(loop, monkeypatch
     assert not any("lr" in step for step in loop.steps)
 
 
+def test_weights_are_looked_at_before_they_are_saved(loop, monkeypatch):
+    monkeypatch.setattr(Run, "check_weights", lambda *_: sys.exit("huge"))
+    monkeypatch.setattr(Run, "save", lambda *_: pytest.fail("saved"))
+    with pytest.raises(SystemExit, match="huge"):
+        loop(f"{THREE} --rl-steps 1")
+
+
 @pytest.fixture
 def imitated(monkeypatch, tmp_path):
     """imitated(n, words) -> (the batches of every step of stage 1 on n rows, its rates), of a run
@@ -586,16 +593,6 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 130
     told = f"stopped; to go on: python train.py --resume {tmp_path}\n"
     assert capsys.readouterr().out.endswith(told)
-
-
-def test_a_far_too_high_rate_is_told_before_anything_is_saved(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(train, "measure_policy", lambda *_, **__: {})
-    words = "--sft-steps 0 --rl-lr 1e30 --questions 2 --rollouts 2 --save-every 1"
-    told = r"after rl step 1\): the policy's weights are not finite, or huge.*from the stage's st"
-    with scripted(None, [[GUESS], [LOOK, ANSWER]]), pytest.raises(SystemExit, match=told):
-        train.main(config_of(tmp_path, words))
-    assert not list(tmp_path.glob("checkpoint-rl-*"))
 
 
 # --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --
