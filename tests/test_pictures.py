@@ -30,6 +30,12 @@ def test_16_bits_are_divided_by_257(image):
     assert abs(np.asarray(upright_rgb(image))[..., 1] - RAMP / 257).max() <= 0.5
 
 
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "PPM", "WEBP", "BMP"])
+def test_what_pillow_can_open_is_a_cell(kind):
+    same = np.asarray(read_image(encoded(Image.new("RGB", (40, 30), (20, 40, 200)), kind)))
+    assert same.shape == (30, 40, 3) and abs(same - np.int16([20, 40, 200])).max() <= 6
+
+
 @pytest.mark.parametrize("values, got", [
     ([0, 128, 255], [0, 128, 255]),
     (np.uint16([0, 257, 65535]), [0, 1, 255]),
