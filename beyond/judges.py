@@ -86,11 +86,6 @@ class NoisyJudge:
 # TAPO without one of its parts
 
 
-def summed(t: Trajectory, scores: Sequence[float]) -> float:
-    """The sum over turns: without the mean of Eq. 6."""
-    return sum(known(scores))
-
-
 def forgiven(t: Trajectory, scores: Sequence[float]) -> float:
     """Without red lines, and without the price of a look at nothing."""
     return tool_reward(t, [max(score or 0.0, 0.0) for score in scores])
@@ -107,7 +102,8 @@ def whole_paid(t: Trajectory, scores: Sequence[float]) -> float:
     return tool_reward(t, scores)
 
 
-PARTS = {"added": summed, "unpunished": forgiven, "whole": whole_paid}
+PARTS = {"unpunished": forgiven, "whole": whole_paid}
+PARTS["added"] = lambda t, scores: sum(known(scores))  # over turns: without the mean of Eq. 6
 
 
 def __getattr__(name: str) -> GroupReward:

@@ -13,22 +13,17 @@ Read next   audit.py, rivals.py (the formulas behind the columns)
 
 import argparse
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from PIL import Image
 from tabulate import tabulate
 
 from beyond.audit import PIPE
 from beyond.rivals import RIVALS
-from data import (
-    CELL, GRID, PERIOD, SIDES, SIZE, TEXTURES, Sample, cell_box, draw_scene, parse, search_sample,
-)  # fmt: skip
-from kit.boxes import Box
-from rewards import REWARDS, BoxJudge, Lambdas, turn_score, turn_scores
+from data import GRID, SIZE, TEXTURES, Sample, cell_box, draw_scene, parse, search_sample
+from rewards import REWARDS, BoxJudge, Lambdas, turn_scores
 from rollout import Trajectory, Turn
-from sandbox import Observation, Sandbox
+from sandbox import Sandbox
 
 
 def zoo() -> dict[str, Trajectory]:
@@ -98,21 +93,6 @@ def act_out(sample: Sample, turns: list[str]) -> Trajectory:
             if answer is not None:
                 t.answer, t.ended = answer, "answered"
     return t
-
-
-def blind_score(boxes: Sequence[Box], lazy: float = Lambdas.lazy) -> float:
-    """The mean score of a turn that shows these boxes, over all targets that a map can have: the
-    worth of looking without knowing where. No number and no size of crops makes it positive."""
-    image, mean = Image.new("RGB", (SIZE, SIZE)), 0.0
-    seen = Observation(images=[image] * len(boxes), boxes=boxes, sources=["crop"] * len(boxes))
-    for side in SIDES:
-        places = range(8, CELL - 4 - side + 1, PERIOD)  # in a cell, as draw_scene has them
-        starts = [cell * CELL + place for cell in range(GRID) for place in places]
-        for x, y in itertools.product(starts, repeat=2):
-            sample = Sample("", image, "?", "!", boxes=((x, y, x + side, y + side),))
-            score = turn_score(sample, seen, BoxJudge(), lazy=lazy)
-            mean += score / len(SIDES) / len(starts) ** 2
-    return mean
 
 
 def zoo_table(played: dict[str, Trajectory]) -> str:

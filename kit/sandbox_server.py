@@ -42,10 +42,8 @@ def pack(header: dict) -> bytes:
 
 
 def read(sock: socket.socket, size: int, deadline: float = math.inf, watch=None) -> bytearray:
-    """Exactly `size` bytes, however slowly they drip. watch: called while none come.
-
-    Raises TimeoutError after the deadline (of time.monotonic), EOFError if the other side ended.
-    """
+    """Exactly `size` bytes, however slowly they drip. watch: called while none come. Raises
+    TimeoutError after the deadline (of time.monotonic), EOFError if the other side ended."""
     data, done = bytearray(size), 0
     while done < size:
         left = deadline - time.monotonic()
@@ -81,11 +79,9 @@ def ready(descriptor: int | socket.socket, seconds: float = 0.0) -> bool:
 
 def seconds_without_core(pid: int) -> float:
     """How long the process has been ready to run while others had the cores."""
-    try:
-        with open(f"/proc/{pid}/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
-    except OSError:
-        return 0.0
+    with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
+    return 0.0
 
 
 # The program that the server runs. It imports `kit` from the project's root and then forgets that
@@ -207,11 +203,10 @@ def work(channel: socket.socket, folder: str, names: dict, parent: int) -> None:
         try:
             channel.sendall(pack({"pid": os.getpid(), "folder": folder}))
             setup, folder = read_json(channel), os.path.realpath(folder)
-            size = tuple(setup["shape"])
-            pixels = read(channel, 3 * math.prod(size))
+            pixels = read(channel, 3 * math.prod(setup["shape"]))
         except (OSError, EOFError):  # the trainer did not wait for this worker
             return os.rmdir(folder)
-        image = Image.frombytes("RGB", size, pixels)
+        image = Image.frombytes("RGB", tuple(setup["shape"]), pixels)
         try:
             stand = lock_in(setup, folder, pixels, parent)
         except OSError as problem:
@@ -230,8 +225,7 @@ def make_root() -> str:
     """A locked folder in the temporary one; those of dead servers are swept away.
 
     The kernel drops a lock however its owner dies. The folder gets its final name only once it is
-    locked, so that nobody takes it for a dead one.
-    """
+    locked, so that nobody takes it for a dead one."""
     fresh = tempfile.mkdtemp(prefix="codev-new-")
     final = os.path.join(tempfile.gettempdir(), f"codev-sandbox-{os.getuid()}-")
     for folder in [fresh, *glob.glob(final + "*")]:

@@ -1,16 +1,19 @@
 """python -m pytest tests/test_zoo.py      seconds: hacks, played through the real sandbox"""
 
+import itertools
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from beyond.rivals import RIVALS
-from beyond.zoo import act_out, blind_score, zoo, zoo_table
-from data import CELL, SIDES, SIZE, draw_scene
-from kit.boxes import area
-from rewards import REWARDS, BoxJudge, Lambdas, score
+from beyond.zoo import act_out, zoo, zoo_table
+from data import CELL, GRID, PERIOD, SIDES, SIZE, Sample, draw_scene
+from kit.boxes import Box, area
+from rewards import REWARDS, BoxJudge, Lambdas, score, turn_score
+from sandbox import Observation
 from test_boxes import boxes as any_box
 
 HONEST = {"the right crop", "the right crop, misread", "raises, then the right crop"}
@@ -78,6 +81,21 @@ def test_boxes_cannot_be_forged_and_are_of_pictures_with_detail(played):
     for name in ("a speck beside the target", "a crop of a crop of nothing"):  # true crops
         (seen,) = shown(played, name)
         assert seen.sources == ["crop"] and area(seen.boxes[0]) < 64 * 64, name
+
+
+def blind_score(boxes: list[Box], lazy: float = Lambdas.lazy) -> float:
+    """The mean score of a turn that shows these boxes, over all targets that a map can have: the
+    worth of looking without knowing where. No number and no size of crops makes it positive."""
+    image, mean = Image.new("RGB", (SIZE, SIZE)), 0.0
+    seen = Observation(images=[image] * len(boxes), boxes=boxes, sources=["crop"] * len(boxes))
+    for side in SIDES:
+        places = range(8, CELL - 4 - side + 1, PERIOD)  # in a cell, as draw_scene has them
+        starts = [cell * CELL + place for cell in range(GRID) for place in places]
+        for x, y in itertools.product(starts, repeat=2):
+            sample = Sample("", image, "?", "!", boxes=((x, y, x + side, y + side),))
+            score = turn_score(sample, seen, BoxJudge(), lazy=lazy)
+            mean += score / len(SIDES) / len(starts) ** 2
+    return mean
 
 
 @st.composite
