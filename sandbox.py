@@ -36,9 +36,10 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from kit.boxes import Box, iou
+from kit.pictures import upright_rgb
 from kit.sandbox_looks import UPRIGHT, find, is_edit, repeated, same_pixels
 from kit.sandbox_server import pack, read, read_json, ready, remove
 from kit.sandbox_server import seconds_without_core, the_server
@@ -119,12 +120,11 @@ class Sandbox:
         if missing:
             warnings.warn(f"weak sandbox: no {' and no '.join(missing)}", stacklevel=1)
         self.walls = WALLS - set(missing.values())
-        self.image = ImageOps.exif_transpose(image).convert("RGB")  # a copy to check crops with
+        self.image = upright_rgb(image).copy()  # to check crops with
         self.limits = limits
         whole = View((0, 0, *self.image.size), "crop", UPRIGHT, math.prod(self.image.size), b"")
-        self.views = [whole]  # what the trajectory has been shown so far
-        self.started, self.closing = False, threading.Lock()
-        self.lost = False  # did a failure of ours take variables and files from the code?
+        self.views, self.closing = [whole], threading.Lock()  # what has been shown so far
+        self.started = self.lost = False  # lost: did a failure of ours take variables and files?
 
     def __enter__(self) -> "Sandbox":
         return self
@@ -211,7 +211,8 @@ class Sandbox:
             self.socket.settimeout(seconds)
             self.socket.sendall(pack({"id": key, "code": code}))
             self._read_reply(seen, key, deadline)
-            signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP)  # no work between calls
+            with suppress(ProcessLookupError):  # it ended after its reply; the next call will see
+                signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP)  # no work between calls
         except TimeoutError:
             waited = seconds_without_core(self.pid) - waited
             seen.timed_out = True
@@ -258,8 +259,7 @@ class Sandbox:
         raw = read(self.socket, w * h * 3, deadline, self._check_disk)
         image = Image.frombytes("RGB", (w, h), raw)
         box, way = verified(self.image, image, item["steps"])
-        if box:
-            source = "edited" if way == "edited" else "crop"
+        source = ("edited" if way == "edited" else "crop") if box else source
         return image, View(box, source, way, w * h, digest(image), item["reloaded"] is True)
 
     def _only_repeats(self, views: list[View]) -> bool:

@@ -14,6 +14,7 @@ import builtins
 import hashlib
 import io
 import math
+import ntpath
 import os
 import re
 import shutil
@@ -25,13 +26,14 @@ from PIL import Image, ImageFont
 
 from kit.boxes import Box, outwards
 from kit.pictures import eight_bits, flat
-from kit.sandbox_looks import Origins
+from kit.sandbox_looks import Origins, size_of
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 PICTURES += (".avif", ".jp2", ".pbm", ".pgm", ".ppm")
 INVENTED = re.compile(
     r"(path[_ ]?to|the|your|my|input|original|source|test|user|uploaded|sample)?"
-    r"[_ -]?(image|img|photo|picture|input)[_ -]?(file|path|\d)?",
+    r"[_ -]?(image|img|photo|picture|input)[_ -]?(file|path|\d{1,3})?"
+    r"\.(png|jpe?g|bmp|webp|gif|tiff?)",
     re.IGNORECASE,
 )
 true_open = Image.open
@@ -69,10 +71,8 @@ class Recorder:
             self.notes.append(text)
 
     def show(self, image: Image.Image, source: str, path: str | None = None) -> None:
-        """Keep a copy of an image that is shown: the code may go on painting.
-
-        path: the file that it was written to. Equal images count once, as does a file.
-        """
+        """Keep a copy of an image that is shown: the code may go on painting. path: the file that
+        it was written to. Equal images count once, as does a file."""
         image = flat(image)
         if path:
             self.written.add(path)
@@ -159,8 +159,7 @@ class Recorder:
         return kept
 
     def real(self, path: str | os.PathLike) -> str | None:
-        """Where it leads in the working folder; None if it leads elsewhere, as the link to the
-        input's file does."""
+        """Where it leads in the working folder; None: elsewhere, as the link to the input does."""
         real = os.path.realpath(path)
         return real if f"{real}/".startswith(self.folder + "/") else None
 
@@ -168,24 +167,26 @@ class Recorder:
         self.made_up |= {folder, *map(str, Path(folder).parents)}
 
     def meant(self, path: object) -> object:
-        """The path; or, if it leads elsewhere and to nothing, what code believes to be there."""
-        if not is_path(path) or os.access(path, os.F_OK) or self.real(path):
+        """The path; or, if it leads to nothing, what code believes to be there: a folder, our file
+        of that name, or, if it is INVENTED, the input. What can be read must be there."""
+        if not is_path(path) or os.access(path, os.F_OK):
             return path
         if os.path.abspath(path) in self.made_up:
             return self.folder
-        mine = os.path.join(self.folder, os.path.basename(path))
-        return mine if os.access(mine, os.F_OK) else path
+        mine = os.path.join(self.folder, name := ntpath.basename(path))
+        if os.access(mine, os.F_OK) and not self.real(path):
+            return mine
+        return f"{self.folder}/image.png" if INVENTED.fullmatch(name) else path
 
     def to_read(self, file: object) -> object:
         """The path, if it exists; or our file of that name; or, if it is INVENTED, the input."""
         if not is_path(file) or os.access(file, os.F_OK):
             return file
-        name = os.path.basename(file)
-        if os.path.isfile(mine := os.path.join(self.folder, name)):
+        name = ntpath.basename(file)  # / or \\
+        if os.access(mine := os.path.join(self.folder, name), os.F_OK):
             self.note(f"{str(file)[-80:]} not found: took {name}")
             return mine
-        stem, extension = os.path.splitext(name)
-        if extension.lower() in PICTURES and (os.path.isabs(file) or INVENTED.fullmatch(stem)):
+        if name.lower().endswith(PICTURES) and (os.path.isabs(file) or INVENTED.fullmatch(name)):
             self.note(f"{str(file)[-80:]} not found: took the input image")
             return self.path
         return file
@@ -195,6 +196,8 @@ class Recorder:
         if not is_path(file):
             return file
         path = inside = self.real(file)
+        if os.path.abspath(file) in self.made_up:
+            return self.folder
         if not path:
             self.believe(os.path.dirname(os.path.abspath(file)))
             path = os.path.join(self.folder, os.path.basename(file) or "output")
@@ -229,8 +232,12 @@ class Parts:
         part, slices = self.array[index], [*index, slice(None)][:2]
         if isinstance(part, np.ndarray) and all(isinstance(s, slice) for s in slices):
             (y0, y1, down), (x0, x1, right) = map(slice.indices, slices, self.array.shape)
-            if part.size and down == right == 1:
-                self.w.origins.made(part, self.array, ["crop", x0, y0, x1, y1])
+            if part.size:
+                step = ["crop", x0, y0, x1, y1]
+                if (right, down) != (1, 1):  # the nearest to just beside the middle
+                    x, y = x0 + 0.51 - right / 2, y0 + 0.51 - down / 2
+                    step = ["affine", *size_of(part), right, 0, x, 0, down, y, 0]
+                self.w.origins.made(part, self.array, step)
         return part
 
     def __setitem__(self, index, value):
@@ -266,9 +273,19 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
 
         return register
 
+    def remembering(owner, name):
+        def register(step):  # of the result, and all that was given
+            @instead_of(owner, name)
+            def _(old, *args, **options):
+                result, source = old(*args, **options), args[0] if args else options["src"]
+                w.origins.made(result, source, step(result, *args, **options))
+                return result
+
+        return register
+
     @instead_of(Image, "open")
-    def _(old, file, *rest, **options):
-        path = w.to_read(file)
+    def _(old, fp, *rest, **options):
+        path = w.to_read(fp)
         image = old(path, *rest, **options)
         if is_path(path) and w.real(path):
             w.reloaded.add(digest(flat(image)))
@@ -281,29 +298,21 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
         w.origins.made(result, image, ["crop", *box])
         return result
 
-    @instead_of(Image.Image, "resize")
-    def _(old, image, size, resample=None, box=None, reducing_gap=None):
-        result = old(image, size, resample, box, reducing_gap)
-        corners = [float(v) for v in box or (0, 0, *image.size)]
-        step = ["pil", *result.size, resample, *corners, reducing_gap]
-        w.origins.made(result, image, step)
-        return result
+    @remembering(Image.Image, "resize")
+    def _(new, image, size, resample=None, box=None, reducing_gap=None):
+        return ["pil", *new.size, resample, *map(float, box or (0, 0, *image.size)), reducing_gap]
 
-    @instead_of(Image.Image, "transform")  # as a resize, which it is but for the filter
-    def _(old, image, size, method, data=None, *rest, **options):
-        result = old(image, size, method, data, *rest, **options)
-        if method == Image.AFFINE and data[1] == data[3] == 0:
-            (a, _, x, _, d, y), (wide, high) = data[:6], result.size
-            method, data = Image.EXTENT, (x, y, x + a * wide, y + d * high)
+    @remembering(Image.Image, "transform")
+    def _(new, image, size, method, data=None, resample=Image.NEAREST, *_, **__):
         if method == Image.EXTENT:
-            resample = rest[0] if rest else options.get("resample", Image.NEAREST)
-            step = ["pil", *result.size, int(resample), *map(float, data), None]
-            w.origins.made(result, image, step)
-        return result
+            (x0, y0, x1, y1), (wide, high) = data, size
+            method, data = Image.AFFINE, ((x1 - x0) / wide, 0, x0, 0, (y1 - y0) / high, y0)
+        if method == Image.AFFINE:
+            return ["affine", *new.size, *map(float, data[:6]), int(resample)]
 
     @instead_of(Image.Image, "save")
-    def _(old, image, file, format=None, **options):
-        path = w.to_write(file, ".png")
+    def _(old, image, fp, format=None, **options):
+        path = w.to_write(fp, ".png")
         kind = (format or os.path.splitext(str(path))[1].lstrip(".")).upper()
         if kind in ("JPG", "JPEG"):
             format = "JPEG"
@@ -317,9 +326,7 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
                 image.info["transparency"] = options["transparency"]
             w.show(image, "file", path)
 
-    @instead_of(Image.Image, "show")
-    def _(old, image, *_, **__):
-        w.show(image, "show")
+    instead_of(Image.Image, "show")(lambda _, image, *__, **___: w.show(image, "show"))
 
     @instead_of(ImageFont, "truetype")
     def _(old, font=None, size=10, *rest, **options):
@@ -343,54 +350,54 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
             path = w.to_write(file) if set(mode) & set("wax+") else w.to_read(file)
             return old(path, mode, *rest, **options)
 
-    def new(path):
-        return w.to_write(w.meant(path))
-
     for owner, names, *repairs in (
         (os.path, "lexists", w.meant),  # glob calls it
         (os, "stat listdir scandir", w.meant),
         (os, "remove unlink rmdir", w.own),
-        (os, "rename replace", w.own, new),
+        (os, "rename replace", w.own, w.to_write),
         (shutil, "rmtree", w.own),
-        (shutil, "move", w.own, new),
+        (shutil, "move", w.own, w.to_write),
     ):
         for name in names.split():
 
             @instead_of(owner, name)
             def _(old, *paths, repairs=repairs, **options):
+                named = [options.pop(key) for key in ("path", "src", "dst") if key in options]
+                paths = *paths, *named
                 meant = [repair(path) for repair, path in zip(repairs, paths)]
                 return old(*meant, *paths[len(meant) :], **options)
 
     if cv2 := sys.modules.get("cv2"):
 
         @instead_of(cv2, "imread")
-        def _(old, file, *rest):
-            path = w.to_read(file)
-            pixels = old(path, *rest)
+        def _(old, filename, *rest, **options):
+            path = w.to_read(filename)
+            pixels = old(path, *rest, **options)
             if pixels is None:
                 w.note(f"cv2.imread found no image at {str(path)[-80:]}")
             elif w.real(path):
                 w.reloaded.add(digest(flat(w.from_array(pixels))))
             return pixels
 
-        @instead_of(cv2, "resize")
-        def _(old, src, dsize=None, *rest, **options):
-            result = old(src, dsize, *rest, **options)
-            named = dict(zip(("dst", "fx", "fy", "interpolation"), rest)) | options
-            size = [0, 0] if dsize is None else map(int, dsize)
-            factors = [float(named.get(name, 0)) for name in ("fx", "fy")]
-            step = ["cv2", *size, *factors, int(named.get("interpolation", cv2.INTER_LINEAR))]
-            w.origins.made(result, src, step)
-            return result
+        @remembering(cv2, "resize")
+        def _(new, src, dsize=None, dst=None, fx=0, fy=0, interpolation=cv2.INTER_LINEAR):
+            size = (0, 0) if dsize is None else map(int, dsize)
+            return ["cv2", *size, float(fx), float(fy), int(interpolation)]
+
+        @remembering(cv2, "warpAffine")
+        def _(new, src, M, dsize, dst=None, flags=1, borderMode=0, *_, **__):
+            m, back = np.array(M, float), cv2.WARP_INVERSE_MAP
+            m = m if flags & back else cv2.invertAffineTransform(m)
+            return ["warp", *size_of(new), *m.ravel().tolist(), flags | back, borderMode]
 
         @instead_of(cv2, "imwrite")
-        def _(old, file, pixels, *rest):
-            path = w.to_write(file, ".png")
-            done = old(path, pixels, *rest)
-            w.show(w.from_array(pixels), "file", path)
+        def _(old, filename, img, *rest, **options):
+            path = w.to_write(filename, ".png")
+            done = old(path, img, *rest, **options)
+            w.show(w.from_array(img), "file", path)
             return done
 
-        instead_of(cv2, "imshow")(lambda old, _, pixels: w.show(w.from_array(pixels), "show"))
+        instead_of(cv2, "imshow")(lambda _, winname, mat: w.show(w.from_array(mat), "show"))
         for name in "waitKey", "waitKeyEx":
             instead_of(cv2, name)(lambda *_, **__: -1)
         for name in "namedWindow resizeWindow moveWindow destroyWindow destroyAllWindows".split():
@@ -404,9 +411,12 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
                 w.note("plt.show(): no figure")
             w.show_figures()
 
+        instead_of(sys.modules["matplotlib"], "use")(lambda *_, **__: None)  # there is no screen
+        instead_of(plt, "switch_backend")(lambda old, *_, **__: old("agg"))
+
         @instead_of(plt.Figure, "savefig")
-        def _(old, figure, file, *rest, **options):
-            path = w.to_write(file, ".png")
+        def _(old, figure, fname, *rest, **options):
+            path = w.to_write(fname, ".png")
             old(figure, path, *rest, **options)
             w.drawn.add(figure)
             if path in w.shown:  # matplotlib saves through Pillow

@@ -70,8 +70,11 @@ class Worker(Recorder):
         shows.Image = lambda data=None, filename=None, **_: Image.open(
             io.BytesIO(data) if isinstance(data, bytes) else data or filename
         )
-        shows.HTML = shows.Markdown = shows.clear_output = lambda *_, **__: None
-        sys.modules |= {"IPython": notebook, "IPython.display": shows}
+        for name in "HTML Markdown Latex Math SVG JSON Code clear_output".split():
+            setattr(shows, name, lambda *_, **__: None)
+        shows.cv2_imshow = lambda img: self.show(self.from_array(img), "show")
+        for name in "IPython", "IPython.core", "google", "google.colab":
+            sys.modules |= {name: notebook, f"{name}.display": shows, f"{name}.patches": shows}
 
     def run(self, code: str) -> tuple[dict, bytes]:
         """One call: the reply to the trainer (but for its id), and the pixels that follow it."""
@@ -123,9 +126,9 @@ class Worker(Recorder):
             self.error = f"Blocked: {call}; processes can be neither started nor signalled"
             return
         self.bgr = (self.bgr or "imread" in code) and "2RGB" not in code
-        self.names |= {"open": builtins.open, "input": self.input, "display": self.display}
-        self.names |= {"__display__": self.display, "__return__": self.leave}  # see `rewrite`
-        self.names["__parts__"] = self.parts
+        self.names |= {"open": builtins.open, "input": self.input, "__parts__": self.parts}
+        self.names |= dict.fromkeys(("display", "__display__"), self.display)
+        self.names["__return__"] = self.leave  # see `rewrite`
         exec(compile(rewrite(tree), "<code>", "exec"), self.names)
 
     def collect(self) -> None:
@@ -134,7 +137,8 @@ class Worker(Recorder):
             self.show_figures()
         old, self.files = self.files, self.listing()
         fresh = sorted((state, path) for path, state in self.files.items() - old.items())
-        new = [path for _, path in fresh if path not in self.written and is_picture(path)]
+        new = [path for _, path in fresh if path not in self.written]
+        new = [p for p in new if p.lower().endswith(PICTURES) and os.path.basename(p)[:3] != "tmp"]
         broken = []
         for path in new[:20]:
             try:
@@ -201,8 +205,3 @@ class Worker(Recorder):
         """What code cuts slices out of: an array remembers them."""
         pictures = isinstance(value, np.ndarray) and value.ndim in (2, 3)
         return Parts(value, self) if pictures else value
-
-
-def is_picture(path: str) -> bool:
-    """By its name. Names of temporary files begin with tmp."""
-    return path.lower().endswith(PICTURES) and not os.path.basename(path).startswith("tmp")

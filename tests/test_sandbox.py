@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -323,6 +324,18 @@ SAME = "; np.array_equal(np.array(Image.open(image_path)), np.array(image))"
      "['image.png', 'n.txt']"),
     ("os.path.exists('/mnt/data/never.png'), os.path.exists('/etc/passwd')", "(False, True)"),
     ("from IPython.display import display, clear_output\nclear_output()\ndisplay(7)", "7"),
+    ("from IPython.core.display import display, SVG, HTML\ndisplay(7, HTML('<b>'))", "7"),
+    ("import matplotlib; matplotlib.use('TkAgg'); plt.switch_backend('QtAgg'); plt.ioff()\n"
+     "print(plt.get_backend())", "'agg'"),
+    ("os.path.exists('/mnt/data/image_1.jpg'), os.path.exists('img-012.png')", "(True, True)"),
+    ("os.path.exists('chart.png'), Path('image.png').is_file()", "(False, True)"),
+    ("Image.open('image_12.jpeg').size, Image.open(r'C:\\me\\photo.png').size",
+     "((800, 600), (800, 600))"),
+    ("Image.new('L', (9, 8)).save(fp='a.png'); shutil.move(src='a.png', dst='b.png')\n"
+     "cv2.imwrite(filename='c.png', img=cv2.imread(filename='b.png'))\n"
+     "os.rename(src='c.png', dst='d.png'); os.remove(path='b.png')\n"
+     "Image.open(fp='d.png').size, len(open(file='d.png', mode='rb').read()) > 9",
+     "((9, 8), True)"),
     ("ImageFont.truetype('arial.ttf', 20).size", "20"),
     ("open('a', 'w').close(); Path('a').unlink(); os.path.exists('a')", "False"),
     ("os.makedirs('d/e'); open('d/e/f', 'w').close(); shutil.rmtree('d'); 'd' in os.listdir()",
@@ -454,8 +467,9 @@ def seconds_on_a_core(function, *arguments):
 @st.composite
 def steps(draw):
     """A step of the right form; it may lack its end, or hold an odd value."""
-    forms = [pil(W, H, 300, 300), pil(300, 300, 300, 300), ["crop", 0, 0, 300, 300], ["turn", 9]]
-    step = draw(st.sampled_from([*forms, ["cv2", 0, 0, 0.5, 0.5, 2]]).map(list))
+    forms = [pil(W, H, 300, 300), pil(300, 300, 300, 300), ["crop", 0, 0, 300, 300]]
+    forms += [["cv2", 0, 0, 0.5, 0.5, 2], ["affine", 300, 300, 1, 0, 9.5, 0, 1, 7, 0]]
+    step = draw(st.sampled_from([*forms, ["warp", 300, 300, 0, 1, 0, 1, 0, 0, 17, 0]]).map(list))
     if draw(st.booleans()):
         odd = [10**400, math.nan, math.inf, True, "1", [1], -1, 0.5, None, 1 << 14, 1 << 24]
         step[draw(st.integers(1, len(step) - 1))] = draw(st.sampled_from(odd))
@@ -470,6 +484,11 @@ def steps(draw):
 @example([["cv2", 1 << 14, 1 << 14, 0, 0, 4]])
 @example([["cv2", 0, 0, 1e4, 1e4, 4]])
 @example([pil(W, H, 300, 300, Image.LANCZOS), ["cv2", 300, 300, 0, 0, 99]])
+@example([["affine", 300, 300, 0, 0, 9, 0, 0, 9, 0]])  # of one place
+@example([["affine", 300, 300, 1, 0, -298, 0, 1, 0, 0]])  # hardly on the image
+@example([["warp", 1 << 14, 1 << 14, 0.01, 0, 0, 0, 0.01, 0, 17, 0]])
+@example([["warp", 300, 300, 1, 0, 0, 0, 1, 0, 99, 0]])
+@example([["warp", 300, 300, 1, 0, 0, 0, 1, 0, 17, 99]])
 @example([["crop", 0, 0, 300, 300]] * 10**5)
 def test_a_forged_claim_makes_no_box_and_costs_the_trainer_no_time(claim):
     """Whatever the worker claims, an image that is not in the input is no crop of it."""
@@ -631,8 +650,17 @@ def test_the_file_of_the_input_costs_a_small_part_of_what_pillow_takes_for_it():
         theirs.append(seconds_on_a_core(lambda: large.save(file, "PNG", compress_level=0))[1])
     assert Image.open(io.BytesIO(b"".join(parts))).tobytes() == large.tobytes()
     assert min(ours) < min(theirs) / 3, (ours, theirs)
-    wide = bytes(range(251)) * 783  # a row of more than 2^16 bytes
-    assert Image.open(io.BytesIO(b"".join(png((65_511, 1), wide)))).tobytes() == wide
+
+
+@pytest.mark.parametrize("size", [
+    (1, 1), (1, 70_000), (21_844, 1), (21_845, 1), (100, 655), (65_511, 3)
+])  # fmt: skip
+def test_the_file_of_the_input_is_exact_wherever_its_blocks_of_65535_bytes_end(size):
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    file = b"".join(png(size, pixels.tobytes()))
+    Image.open(io.BytesIO(file)).verify()  # its checksums
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(file))), pixels)
+    assert np.array_equal(cv2.imdecode(np.frombuffer(file, np.uint8), 1)[..., ::-1], pixels)
 
 
 def test_nothing_is_slow():

@@ -451,6 +451,21 @@ def test_a_killed_process_is_nobodys_fault_and_everything_recovers(box, whose, t
     assert not remains()  # the dead server's folder was swept
 
 
+def test_a_worker_that_ends_after_its_reply_does_not_take_it_along(box, monkeypatch):
+    box.run("kept = 1")
+
+    def read_and_end(*words, read=box._read_reply):
+        read(*words)
+        os.kill(box.pid, signal.SIGKILL)
+        assert eventually(lambda: not os.path.exists(f"/proc/{box.pid}"))
+
+    monkeypatch.setattr(box, "_read_reply", read_and_end)
+    seen = box.run("print(kept)")
+    assert (seen.text, seen.error, seen.environment) == ("1\n", None, None)
+    monkeypatch.undo()
+    assert box.run("print(2)").restarted
+
+
 def test_what_our_failure_lost_is_no_red_line_once(box):
     for code, ours in ("kept", True), ("open('f.txt')", True), ("1 / 0", False):
         box.run("kept = 1; open('f.txt', 'w').close()")
