@@ -24,7 +24,7 @@ UPRIGHT = "1+0j 0+1j"  # the way of a crop that is neither turned nor flipped: i
 COARSEST = 2.1  # ours: half the resolution (JPEG halves that of colour), and room for odd sizes
 
 LONGEST = 512  # ours: pixels, the longer side at which an edit is looked at, which bounds its cost
-WINDOW = 16  # ours: pixels, the side of a window in which an edit must follow the crop
+WINDOW = 16  # ours: pixels, the side of windows that overlap, in which an edit must follow the crop
 # Ours, from 90 honest edits and 20 drawings on crops of nine images. Most honest ones reach .99,
 # strong sharpening .93; ramps and vignettes have at most .91. Honest ones leave at most 18 of 255
 # unexplained, and 9 where the crop is plain; drawings more, down to text that is 40 levels brighter
@@ -288,7 +288,6 @@ def is_edit(crop: Image.Image, shown: Image.Image) -> bool:
         features += [tone(x, y), tone(gray, y), (2 * x - box).clip(0, 255)]
         features += [(5 * x - 4 * near).clip(0, 255)]  # sharpened, as is the one before
         stack = np.stack([*features, y], 2)
-        # A mark on the border of windows is inside others.
         if weight * max(unexplained(stack, first) for first in (0, WINDOW // 2)) > MOST_STRANGE:
             return False
     return True

@@ -62,9 +62,8 @@ class Recorder:
         self.notes, self.flags = [], set()
         self.origins.begin()
         self.shown = {}  # a path, or a key of its own -> digest, image, what the reply says of it
-        self.more = 0  # images beyond the limit
         self.written, self.reloaded = set(), set()  # paths; digests of files read back
-        self.drawn = set()  # figures that were saved
+        self.more, self.drawn = 0, set()  # images beyond the limit; figures that were saved
 
     def note(self, text: str) -> None:
         if text not in self.notes and len(self.notes) < 10:

@@ -244,8 +244,7 @@ def call_filter() -> bytes:
     """A program that refuses what one process with one thread and its own files does not need.
 
     Each line is an operation and its operand. A comparison also has how many lines to skip if it
-    is true, and how many if it is false.
-    """
+    is true, and how many if it is false."""
 
     def line(operation: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("HBBI", operation, if_true, if_false, operand)

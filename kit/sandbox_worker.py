@@ -203,5 +203,5 @@ class Worker(Recorder):
 
     def parts(self, value: object) -> object:
         """What code cuts slices out of: an array remembers them."""
-        pictures = isinstance(value, np.ndarray) and value.ndim in (2, 3)
-        return Parts(value, self) if pictures else value
+        array = isinstance(value, np.ndarray) and value.ndim in (2, 3)
+        return Parts(value, self) if array else value
