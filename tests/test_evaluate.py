@@ -1,5 +1,7 @@
 """python -m pytest tests/test_evaluate.py      play, keep, go on, measure: evaluate.py"""
 
+import base64
+import io
 import itertools
 import json
 import re
@@ -27,7 +29,7 @@ from kit.tables import Lazy
 from rewards import BoxJudge, ChatJudge, Reward
 from rollout import Trajectory, Turn
 from sandbox import Observation
-from test_benchmarks import ROWS, encoded, write_tsv
+from test_benchmarks import ROWS, write_tsv
 
 ROOT = Path(module.__file__).parent
 FILE = "trajectories.jsonl"
@@ -252,7 +254,8 @@ def test_every_curve_can_be_told_apart_without_colour():
 
 
 def test_a_tsv_is_loaded_lazily_and_its_bad_row_is_named(tmp_path):
-    row, broken = ROWS["hrbench, tsv"][1], encoded(size=(9000, 3000))[:6000]
+    Image.effect_noise((400, 400), 90).save(noise := io.BytesIO(), "PNG")
+    row, broken = ROWS["hrbench, tsv"][1], base64.b64encode(noise.getvalue())[:100_000].decode()
     rows = [row | {"index": i, "image": cell} for i, cell in enumerate((row["image"], broken))]
     file = write_tsv(tmp_path / "hr.tsv", rows)
     samples = load_bench("hrbench4k", file)
