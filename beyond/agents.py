@@ -16,7 +16,7 @@ the file. Each line has
     steps      one object for each tool call: what it showed, as box (a part of the image), image (a
                file), or neither. It may have text (what was said before), code, error, and score (a
                judge's, 0 to 1, or null); without a score the box is compared with the targets. A
-               box that is null, reversed, empty or outside shows nothing; such calls are counted
+               box that is null, reversed, empty, outside or not four numbers shows nothing: counted
     and, where they are known: targets (boxes of the evidence), kind ("search" or "neutral"), text
     (what was said at the end), id (plays of one question share it: they are not independent)
 """
@@ -101,10 +101,10 @@ def check(found: object, types: dict, must: Iterable[str], what: str) -> None:
 
 def box_in(image: Image.Image, box: object) -> Box | None:
     """In whole pixels, rounded outwards and cut at the border of the image; None: no pixel left."""
-    if box is None:
-        return None
-    if not isinstance(box, list) or [isinstance(v, int | float) for v in box] != [True] * 4:
+    if box is not None and (not isinstance(box, list) or any(isinstance(v, str) for v in box)):
         raise ValueError(f"a box is [x0, y0, x1, y1], not {box!r:.60}")
+    if [isinstance(v, int | float) for v in box or ()] != [True] * 4:
+        return None  # the agent's slip; a text is one of the format
     if all(0 <= v <= 1 for v in box) and not all(isinstance(v, int) for v in box):
         raise ValueError(f"expected pixels, got the box {box} in shares: multiply by the size")
     try:
@@ -141,5 +141,5 @@ def main(argv: list[str]) -> None:
     counts = count((f for f, _ in units), DRAWS)
     used = means(((use, f.cluster) for f, use in units), DRAWS)
     if empty:
-        print(f"{empty} calls gave {NOTHING} (null, reversed, empty or outside)\n")
+        print(f"{empty} calls gave {NOTHING} (null, reversed, outside, ...)\n")
     print(listing(counts), cross_table(counts), listing(used), sep="\n\n")

@@ -79,8 +79,9 @@ def test_without_targets_or_scores_there_is_no_verdict(folder):
     (BASE | {"target": []}, "has .'target'.; known are question, .*targets"),
     (BASE | {"correct": 1}, "correct 1, which is of another type"),
     (BASE | {"image": "lost.png"}, "no such file.*lost.png"),
-    (BASE | {"targets": [[0, 0, 9]]}, "a box is .x0, y0, x1, y1., not .0, 0, 9."),
+    (BASE | {"steps": [{"box": ["0", "0", "9", "9"]}]}, "a box is .x0, y0, x1, y1., not .'0', '0'"),
     (BASE | {"targets": [[9, 9, 0, 0]]}, "has no pixel"),
+    (BASE | {"targets": [[0, 0, 9]]}, "has no pixel"),
     (BASE | {"steps": [{}, {"bbox": 1}]}, "step 2 .*'bbox'.; known are box, image"),
     (BASE | {"steps": [{"score": 7}]}, "step 1 has score 7: expected one from 0 to 1"),
     (BASE | {"steps": [{"box": [0.25, 0, 0.5, 1]}]}, "expected pixels"),
@@ -92,6 +93,7 @@ def test_what_does_not_fit_the_schema_is_named_with_its_line(folder, line, messa
 
 @pytest.mark.parametrize("box", [
     [10, 10, 10, 40], [90, 90, 10, 10], [300, 0, 310, 9], [0, 0, 9, float("inf")], None,
+    [0, 0, 9], [0, 0, None, 9], [[0, 0, 9, 9]], [],
 ])  # fmt: skip
 def test_a_call_with_a_bad_box_showed_nothing_and_is_counted(folder, capsys, box):
     line, bad = BASE | {"targets": [SMALL]}, {"box": box}
@@ -100,7 +102,7 @@ def test_a_call_with_a_bad_box_showed_nothing_and_is_counted(folder, capsys, box
     _, (t, reward) = read_foreign(path)
     shown = [len(turn.observation.images) for turn in t.tool_turns]
     assert shown == [0, 0, 1] and reward.scores == (0.0, -1.0, None)
-    number = 3 if box else 2  # beside a picture, null is no box at all
+    number = 2 if box is None else 3  # beside a picture, null is no box at all
     said = f"{number} calls gave a box that holds nothing of the image (null, "
     assert run_main(capsys, path).startswith(said)
     assert "gave a box" not in run_main(capsys, write(folder, line | {"steps": [AROUND]}))
