@@ -326,8 +326,7 @@ def run(options: Options) -> str:
     if options.describe:
         return describe(where, policy, rules)
     if options.judge_url:
-        how = dict(max_tokens=options.judge_tokens)
-        judge = LabelJudge(options.judge_url, options.judge_model, **how)
+        judge = LabelJudge(options.judge_url, options.judge_model, max_tokens=options.judge_tokens)
     samples, rows = load(where, policy if plays else None, rules), read_rows(where)
     if options.drop_sources:
         verdicts = by_source(rows, samples.keys, options.external)

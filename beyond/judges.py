@@ -102,8 +102,8 @@ def whole_paid(t: Trajectory, scores: Sequence[float]) -> float:
     return tool_reward(t, scores)
 
 
-PARTS = {"unpunished": forgiven, "whole": whole_paid}
-PARTS["added"] = lambda t, scores: sum(known(scores))  # over turns: without the mean of Eq. 6
+PARTS = {"added": lambda t, scores: sum(known(scores)),  # over turns: without the mean of Eq. 6
+         "unpunished": forgiven, "whole": whole_paid}  # fmt: skip
 
 
 def __getattr__(name: str) -> GroupReward:
