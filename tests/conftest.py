@@ -27,7 +27,7 @@ import torch
 from accelerate.state import AcceleratorState
 from hypothesis import settings
 from PIL import Image
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -128,20 +128,6 @@ def samples() -> list[Sample]:
     return toy_questions(6, seed="tests")
 
 
-class _Force(LogitsProcessor):
-    """Leaves one token possible per row: the next one of its script."""
-
-    def __init__(self, start: int, rows: list[list[int]]) -> None:
-        self.start, self.rows = start, rows
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        at = ids.shape[1] - self.start
-        forced = torch.full_like(scores, float("-inf"))
-        for row, words in enumerate(self.rows):
-            forced[row, words[min(at, len(words) - 1)]] = 0.0
-        return forced
-
-
 @contextmanager
 def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, list[torch.Tensor]]]:
     """Inside, the i-th rollout that `play` begins says scripts[i], turn by turn, through the real
@@ -158,11 +144,16 @@ def scripted(policy: Policy, scripts: list[list[str]]) -> Iterator[dict[int, lis
         generate = policy.model.generate
 
         def with_logits(**inputs):
+            start = inputs["input_ids"].shape[1]
+
+            def force(ids, scores):  # leaves one token possible per row: the next of its script
+                next_ones = [words[min(ids.shape[1] - start, len(words) - 1)] for words in rows]
+                only = torch.full_like(scores, float("-inf"))
+                return only.scatter(1, torch.tensor(next_ones)[:, None], 0.0)
+
             inputs["generation_config"].output_logits = True
             inputs["generation_config"].return_dict_in_generate = True
-            start = inputs["input_ids"].shape[1]
-            forced_first = [_Force(start, rows), *inputs["logits_processor"]]
-            inputs["logits_processor"] = LogitsProcessorList(forced_first)
+            inputs["logits_processor"] = LogitsProcessorList([force, *inputs["logits_processor"]])
             output = generate(**inputs)
             for p, row, logits in zip(players, rows, torch.stack(output.logits, 1)):
                 if p.said:  # the turn goes on
@@ -211,9 +202,9 @@ def killed(amid: str, *words) -> None:
     trained(*words)
 
 
-def same_end(one: Path, other: Path, *more: str) -> bool:
+def same_end(one: Path, other: Path) -> bool:
     """Have two runs the same log and the same weights, to the bit?"""
-    files = "log.jsonl", "sft/model.safetensors", "rl/model.safetensors", *more
+    files = "log.jsonl", "sft/model.safetensors", "rl/model.safetensors"
     return all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
 
 
@@ -225,13 +216,9 @@ def fresh_logits(policy: Policy, trajectory: Trajectory) -> torch.Tensor:
     """Raw logits [L, V] of a whole trajectory: one row, no padding, no cache, and positions that
     the model works out by itself."""
     ids = torch.tensor([trajectory.ids])
+    inputs = dict(input_ids=ids, mm_token_type_ids=(ids == policy.image_id).int(), use_cache=False)
     with torch.no_grad():
-        return policy.model(
-            input_ids=ids,
-            mm_token_type_ids=(ids == policy.image_id).int(),
-            use_cache=False,
-            **policy.model_images(trajectory.images),
-        ).logits[0]
+        return policy.model(**inputs, **policy.model_images(trajectory.images)).logits[0]
 
 
 def fresh_logp(policy: Policy, t: Trajectory, temperature: float = 1.0) -> torch.Tensor:

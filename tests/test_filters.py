@@ -1,10 +1,11 @@
 """python -m pytest tests/test_filters.py      the paper's filters of its RL data"""
 
 import json
-import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from conftest import RULES
@@ -25,20 +26,15 @@ FLAT = {"image": {"bytes": PNG, "path": None}, "problem": "<image>How many?", "a
 SAMPLE = load_rl(RL)[0]
 
 
-# Filters
+def judging(said: dict) -> tuple[SimpleNamespace, list]:
+    """A judge who says this of some labels, and calls the others right; whom it is asked about."""
 
+    def check_label(sample):
+        asked.append(sample.id)
+        return said.get(sample.id, ("keep", "right"))
 
-class FakeJudge:
-    """Says what it is told about each answer, and counts how often it is asked."""
-
-    concurrency, model = 2, "fake"
-
-    def __init__(self, said: dict) -> None:
-        self.said, self.asked = said, []
-
-    def check_label(self, sample):
-        self.asked.append(sample.id)
-        return self.said.get(sample.id, ("keep", "right"))
+    asked = []
+    return SimpleNamespace(concurrency=2, model="fake", check_label=check_label), asked
 
 
 def test_sources_of_external_knowledge_are_dropped():
@@ -52,18 +48,18 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
     samples_of, record = load_rl(RL), tmp_path / "labels.jsonl"
     told = {"chart-1": ("drop", "it says STOP"), "vstar-3": ("unsure", "blurred"), "chart-4": None}
     samples = Lazy(lambda k: samples_of[k % 9], range(10))  # one of them stands there twice
-    judge = FakeJudge(told)
+    judge, asked = judging(told)
     words = {s.id: v for s, v in zip(samples, filters.by_label(samples, judge, record))}
     assert words["vstar-0"] == Verdict("keep", "right")
     assert words["chart-1"] == Verdict("drop", "it says STOP")
     assert words["vstar-3"].word == "unsure" and words["chart-4"].word == "no verdict"
-    assert sorted(judge.asked) == sorted(s.id for s in samples_of)
+    assert sorted(asked) == sorted(s.id for s in samples_of)
 
     # A person settles the doubt; what is known is not asked again, what got no verdict is.
     record.write_text(record.read_text().replace('"unsure"', '"keep"'))
-    again = FakeJudge({})
+    again, asked = judging({})
     assert [v.word for v in filters.by_label(samples, again, record)].count("keep") == 9
-    assert again.asked == ["chart-4"]
+    assert asked == ["chart-4"]
 
 
 @pytest.mark.parametrize("was, now, said", [
@@ -74,7 +70,7 @@ def test_labels_are_kept_dropped_or_left_to_a_person(tmp_path):
 ])  # fmt: skip
 def test_a_record_with_a_slip_or_of_another_setting_is_not_touched(tmp_path, was, now, said):
     samples, record = load_rl(RL), tmp_path / "labels.jsonl"
-    judge = FakeJudge({samples[1].id: ("unsure", "blurred")})
+    judge, _ = judging({samples[1].id: ("unsure", "blurred")})
     filters.by_label(samples, judge, record)
     record.write_text(edited := record.read_text().replace(was, now))
     with pytest.raises(ValueError, match=said):
@@ -83,17 +79,12 @@ def test_a_record_with_a_slip_or_of_another_setting_is_not_touched(tmp_path, was
 
 
 def test_a_served_model_is_shown_the_image_the_options_and_the_label(monkeypatch):
-    asked = []
-
-    def ask(self, system, content, read):
-        asked.append((system, content))
-        return read('{"reason": "it is red", "label": "drop"}')
-
+    ask = mock.Mock(side_effect=lambda *asked: asked[2]('{"reason": "it is red", "label": "drop"}'))
     monkeypatch.setattr(filters.LabelJudge, "ask", ask)
     judge = filters.LabelJudge("http://127.0.0.1:9/v1", "name")
     sample = replace(SAMPLE, question="Which ?", options=("red", "blue"), answer="A")
     assert tuple(judge.check_label(sample)) == ("drop", "it is red")
-    ((system, (picture, words)),) = asked
+    system, (picture, words), _ = ask.call_args.args
     assert "check the label" in system and picture["type"] == "image_url"
     assert words["text"] == "Question: Which ?\nA. red\nB. blue\nLabel: A"
     assert judge.model == "name" and judge.concurrency > 0
@@ -113,10 +104,9 @@ def test_a_filter_that_was_killed_goes_on_where_it_was(tmp_path):
 
 
 def test_what_is_asked_is_told_apart_by_all_that_matters():
-    matters = dict(question="x", answer="x", options=("x",), image=picture(1)[0])
-    changed = [replace(SAMPLE, **{name: value}) for name, value in matters.items()]
-    assert len({filters.fingerprint(sample) for sample in (SAMPLE, *changed)}) == 5
-    assert filters.fingerprint(replace(SAMPLE, id="x")) == filters.fingerprint(SAMPLE)
+    others = dict(id="x", question="x", answer="x", options=("x",), image=picture(1)[0])
+    prints = [filters.fingerprint(replace(SAMPLE, **{k: v})) for k, v in others.items()]
+    assert prints[0] == filters.fingerprint(SAMPLE) and len({*prints}) == 5
 
 
 def test_processes_share_the_work_and_a_last_run_joins_it(tmp_path, monkeypatch):
@@ -171,8 +161,6 @@ def test_what_a_filter_keeps_can_be_filtered_again(tmp_path):
 
 
 # The command line
-
-
 def command(*words) -> None:
     filters.main([str(word) for word in words])
 
@@ -193,7 +181,7 @@ def test_describe_tells_what_a_data_set_holds(tmp_path, capsys):
 
 def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
     command("--drop-sources", RL, "--external", "chart", "--out", tmp_path / "1.parquet")
-    judge = FakeJudge({"vstar-0": ("drop", "wrong")})
+    judge, _ = judging({"vstar-0": ("drop", "wrong")})
     monkeypatch.setattr("beyond.filters.LabelJudge", lambda url, model, max_tokens: judge)
     address = ("--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "fake")
     command("--check-labels", tmp_path / "1.parquet", *address, "--out", tmp_path / "2.parquet")
@@ -208,27 +196,22 @@ def test_filters_run_one_after_the_other(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("words, said", [
-    (("--check-labels", RL), "--check-labels needs --judge-url"),
-    (("--difficulty", RL), "--difficulty needs --model"),
-    (("--describe", "gone.parquet"), "no data in gone.parquet"),
-    (("--describe", SFT), "give --model"),
-    (("--drop-sources", ""), "with a WHERE"),
-    (("--drop-sources", RL, "--check-labels", RL), "expected one of --describe"),
+    (f"--check-labels {RL}", "--check-labels needs --judge-url"),
+    (f"--difficulty {RL}", "--difficulty needs --model"),
+    ("--describe gone.parquet", "no data in gone.parquet"),
+    (f"--describe {SFT}", "give --model"),
+    ("--drop-sources=", "with a WHERE"),
+    (f"--drop-sources {RL} --check-labels {RL}", "expected one of --describe"),
+    ("--drop-sources a.jsonl --out b.jsonl", "ends in .parquet"),
+    ("--drop-sources a.jsonl --out a.parquet", "a.jsonl would lie over or in the input"),
+    ("--drop-sources a.parquet --out dir.parquet/../a.parquet", "would lie over or in"),
+    ("--drop-sources link.jsonl --out a.parquet", "would lie over or in"),
+    ("--drop-sources . --out b.parquet", "would lie over or in"),
 ])  # fmt: skip
-def test_a_command_that_cannot_work_says_what_to_do(words, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command(*words)
-    assert re.search(said, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("where, out, said", [
-    ("a.jsonl", "b.jsonl", "ends in .parquet"),
-    ("a.jsonl", "a.parquet", "/a.jsonl would lie over or in the input"),
-    ("a.parquet", "dir.parquet/../a.parquet", "would lie over or in"),
-    ("link.jsonl", "a.parquet", "would lie over or in"),
-    (".", "b.parquet", "would lie over or in"),
-])  # fmt: skip
-def test_a_filter_does_not_write_over_what_it_reads(tmp_path, where, out, said, capsys):
+def test_a_command_that_cannot_work_says_so_and_writes_over_nothing(
+    words, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text(json.dumps(FLAT | {"image": "a.png"}))
     parquet(tmp_path / "a.parquet", [FLAT])
     (tmp_path / "a.png").write_bytes(PNG)
@@ -236,6 +219,6 @@ def test_a_filter_does_not_write_over_what_it_reads(tmp_path, where, out, said, 
     (tmp_path / "dir.parquet").mkdir()
     before = {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(SystemExit, match="2"):
-        command("--drop-sources", f"{tmp_path}/{where}", "--out", f"{tmp_path}/{out}")
-    assert re.search(said, capsys.readouterr().err)
+        command(*words.split())
+    assert said in capsys.readouterr().err
     assert before == {file: file.is_file() and file.read_bytes() for file in tmp_path.iterdir()}

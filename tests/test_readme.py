@@ -61,15 +61,9 @@ def test_a_row_of_the_map_leads_to_code_that_carries_its_tag_and_to_tests(paper,
 
 
 # Names of tests, files and pages
-def test_tests_named_in_the_pages_exist():
-    named = re.findall(r"`(test_\w+)(\.py)?`", TEXT)
-    assert len(named) > 30
-    for name, file in named:
-        exists = (ROOT / "tests" / f"{name}.py").exists() if file else f"def {name}(" in TESTS
-        assert exists, name
-
-
-def test_files_and_names_of_modules_that_the_pages_name_exist():
+def test_tests_files_and_names_of_modules_that_the_pages_name_exist():
+    for name in re.findall(r"`(test_\w+)`", TEXT):
+        assert f"def {name}(" in TESTS, name
     for file in re.findall(r"`((?:kit/|beyond/|tests/)?\w+\.(?:py|html|toml|txt))`", TEXT):
         folder = ROOT / "tests" if file.startswith("test_") else ROOT
         made = file in ("report.html", "my_file.py")  # by a run, by the reader
@@ -91,21 +85,14 @@ def slugs(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_links_to_exists(page):
-    for link in links(page):
-        file, _, anchor = link.partition("#")
-        target = (page.parent / file).resolve() if file else page
-        assert target.exists(), link
-        assert not anchor or anchor in slugs(target), link
-
-
-def test_every_page_and_picture_is_reached_from_the_readme():
+def test_every_link_leads_somewhere_and_every_page_and_picture_is_reached_from_the_readme():
     reached, todo = set(), [ROOT / "README.md"]
     while todo:
         page = todo.pop()
-        if page.suffix == ".md" and page not in reached:
-            todo += [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
+        for link in links(page) if page.suffix == ".md" and page not in reached else ():
+            file, _, anchor = link.partition("#")
+            todo.append((page.parent / file).resolve() if file else page)
+            assert todo[-1].exists() and (not anchor or anchor in slugs(todo[-1])), (page, link)
         reached.add(page)
     assert reached >= {*PAGES, *(ROOT / "docs" / "pictures").iterdir()}
     own = {(ROOT / link).resolve() for link in links(ROOT / "README.md")}
@@ -151,31 +138,26 @@ def flags(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
 
 
-@pytest.mark.parametrize("file, words", COMMANDS)
-def test_a_command_of_the_pages_is_understood(file, words):
-    assert (ROOT / file).exists()
-    if file == "sandbox.py":  # its words are a program, or this
-        assert words.strip() in ("", "--self-test") and '"--self-test"' in SOURCES["sandbox"]
-    elif words.strip():
-        assert file in PROGRAMS
-        assert flags(words) <= flags(help_of(file, words)) | flags(help_of(file))
-
-
-def test_flags_named_in_the_pages_exist():
-    asked = {(file, "") for file in PROGRAMS}
-    asked |= {(f, words) for f, words in COMMANDS if f in PROGRAMS and words.strip()}  # doors' own
-    known = set().union(*(flags(help_of(*command)) for command in asked))
-    assert flags(TEXT) <= {*known, *FOREIGN, "--self-test"}
+def test_commands_and_flags_of_the_pages_are_understood():
+    known = {*FOREIGN, "--self-test"}.union(*(flags(help_of(file)) for file in PROGRAMS))
+    for file, words in COMMANDS:
+        assert (ROOT / file).exists()
+        if file == "sandbox.py":  # its words are a program, or this
+            assert words.strip() in ("", "--self-test") and '"--self-test"' in SOURCES["sandbox"]
+        elif words.strip():
+            assert file in PROGRAMS
+            own = flags(help_of(file, words))  # a door has its own
+            assert flags(words) <= own | flags(help_of(file))
+            known |= own
+    assert flags(TEXT) <= known
 
 
 # What the README promises of itself
 def test_the_two_commands_stand_within_ten_lines_of_the_opening_sentence():
-    lines = README.splitlines()
-    opening = next(i for i, line in enumerate(lines) if line.endswith("**"))
-    shown = "\n".join(lines[opening + 1 : opening + 11])
+    shown = "\n".join(README.split("**\n", 1)[1].splitlines()[:10])
     assert re.search(r"^    .*pip install.* train\.py$", shown, re.M)
     assert re.search(r"^    .*pip install.* -m pytest$", shown, re.M)
-    assert len(lines) <= 240
+    assert len(README.splitlines()) <= 240
 
 
 def test_every_module_is_in_the_reading_order_with_its_length():

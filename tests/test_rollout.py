@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,15 +21,11 @@ from data import parse
 from kit.grammar import endings
 from kit.qwen import Encoded
 from rollout import Player, Rules, SeededSampling, TooLong, Trajectory, Turn, encode_prompt, play
-from sandbox import Observation
+from sandbox import Observation, Sandbox
 
 
 # --- who chose this token? -------------------------------------------------------------------
-
-pieces = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 300), max_size=9)))
-
-
-@given(pieces)
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 300), max_size=9))))
 def test_any_interleaving_marks_exactly_what_was_acted(pieces):
     trajectory = Trajectory(sample=None)
     for by_policy, ids in pieces:
@@ -82,8 +79,6 @@ def test_whatever_is_said_and_shown_ids_acted_and_turns_stay_tiled(policy, sampl
 
 
 # --- exactness -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, size", [("STRIDE", 128), ("STRIDE", 7), ("READ", 1)])
 def test_log_probs_of_a_rollout_equal_a_fresh_forward(policy, samples, monkeypatch, name, size):
     """Shared prefill, kept cache, cut tails, new images, rows that left: none may be felt. Nor
@@ -98,12 +93,17 @@ def test_log_probs_of_a_rollout_equal_a_fresh_forward(policy, samples, monkeypat
 
 def test_whole_groups_join_as_soon_as_there_is_room(policy, samples, monkeypatch):
     """Five rows fit, so two groups of two play. When two rows have left, the third group begins
-    beside those that are in their second turn, and nobody feels it."""
-    calls, go_on = [], rollout.continue_turns
+    beside those that are in their second turn, and nobody feels it. What a turn kept is gone in the
+    next: rows that left hold no memory, and the others have read more."""
+    calls, kept, go_on = [], [], rollout.continue_turns
 
     def noting(policy, players, *rest):
+        gc.collect()
+        assert not any(keys() is not None for keys in kept)
         calls.append([f"{p.t.sample.id[-1]}:{len(p.t.turns)}" for p in players])
-        return go_on(policy, players, *rest)
+        ended = go_on(policy, players, *rest)
+        kept.extend(weakref.ref(p.kept[0][0]) for p in players)
+        return ended
 
     monkeypatch.setattr(rollout, "continue_turns", noting)
     # 2 (keys, values) * 2 layers * 1 head * 32 wide * 4 bytes a slot, 1024 slots a row, 5 rows
@@ -123,8 +123,8 @@ def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
     one of the two still runs, the main thread sleeps."""
     slow = "<code>\nslow = True\nimage.crop((0,0,64,64)).show()\n</code>"
     rules = replace(RULES, patience=0.5, max_new_tokens=96)
-    turns, waits, answered, last = [], [], threading.Event(), threading.Lock()
-    speak, run, wait = rollout.speak, rollout.Sandbox.run, rollout.wait
+    turns, answered, last = [], threading.Event(), threading.Lock()
+    speak, run, waits = rollout.speak, rollout.Sandbox.run, mock.Mock(side_effect=rollout.wait)
 
     def noting(policy, t, reply):
         code = speak(policy, t, reply)
@@ -140,12 +140,12 @@ def test_a_slow_program_delays_its_own_row_only(policy, samples, monkeypatch):
                 time.sleep(0.3)
         return run(sandbox, code)
 
-    monkeypatch.setattr(rollout, "wait", lambda *a, **b: waits.append(a) or wait(*a, **b))
+    monkeypatch.setattr(rollout, "wait", waits)
     monkeypatch.setattr(rollout, "speak", noting)
     monkeypatch.setattr(rollout.Sandbox, "run", waiting)
     with scripted(policy, [[slow, SHORT], [slow, SHORT], [LOOK, PRINT, LOOK, SHORT]]) as heard:
         (group,) = play(policy, samples[:1], 3, rules)
-    assert turns[3:] == ["quick", "quick", "quick", "slow", "slow"] and len(waits) < 20
+    assert turns[3:] == ["quick", "quick", "quick", "slow", "slow"] and waits.call_count < 20
     assert [t.answer for t in group] == ["red"] * 3 and [len(t.images) for t in group] == [2, 2, 3]
     assert worst_difference(policy, group, heard) <= 1e-5
 
@@ -157,12 +157,17 @@ def test_who_watches_is_told_of_what_was_shown_and_of_answers(policy, samples):
     assert seen == [(1, ""), (2, ""), (2, "answered")]
 
 
-def test_an_error_leaves_no_sandbox_open(policy, samples, monkeypatch):
-    closed, close = set(), rollout.Sandbox.close
-    monkeypatch.setattr(rollout.Sandbox, "close", lambda box: closed.add(id(box)) or close(box))
+def test_sandboxes_confine_as_the_rules_say_and_an_error_leaves_none_open(
+    policy, samples, monkeypatch
+):
+    made, closed, close = mock.Mock(side_effect=Sandbox), set(), Sandbox.close
+    monkeypatch.setattr(rollout, "Sandbox", made)
+    monkeypatch.setattr(Sandbox, "close", lambda box: closed.add(id(box)) or close(box))
     monkeypatch.setattr(rollout, "listen", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         performed(policy, samples[:1], [[LOOK], [SHORT], [PRINT]])
+    told = mock.call(samples[0].image, RULES.limits, RULES.allow_weak_sandbox)
+    assert made.call_args_list == [told] * 3 and RULES.limits != Rules().limits
     assert len(closed) == 3
 
 
@@ -170,22 +175,6 @@ def test_a_group_that_does_not_fit_in_memory_is_refused(policy, samples):
     rules = Rules(turns=1, max_new_tokens=2, max_length=512, kv_budget_gb=9.2e-4)
     with pytest.raises(ValueError, match="room for 3 rows of --max-length 512, but a group has 4"):
         play(policy, samples[:1], 4, rules)
-
-
-def test_rows_that_left_hold_no_memory(policy, samples, monkeypatch):
-    """What the first turn kept of rows that ended in it is gone in the second."""
-    kept, alive, go_on = [], [], rollout.continue_turns
-
-    def noting(policy, players, *rest):
-        gc.collect()
-        alive.append([keys() is not None for keys in kept])
-        ended = go_on(policy, players, *rest)
-        kept.extend(weakref.ref(p.kept[0][0]) for p in players)
-        return ended
-
-    monkeypatch.setattr(rollout, "continue_turns", noting)
-    performed(policy, samples[:1], [[SHORT], [LOOK, SHORT], [SHORT]])
-    assert alive == [[], [False, False, False]]  # the middle one has read more since
 
 
 def test_the_tally_counts_what_was_computed_and_every_image_is_encoded_once(policy, samples):
@@ -204,8 +193,6 @@ def test_the_tally_counts_what_was_computed_and_every_image_is_encoded_once(poli
 
 
 # --- sampling --------------------------------------------------------------------------------
-
-
 def test_what_a_rollout_samples_does_not_hang_on_its_company(policy, samples, monkeypatch):
     """The same three questions together, one after the other, and apart in another order; and
     when every turn is spoken in three parts."""
@@ -255,8 +242,6 @@ def test_a_token_is_the_first_whose_cumulated_probability_exceeds_the_draw(polic
 
 
 # --- endings ---------------------------------------------------------------------------------
-
-
 def test_endings(policy, samples):
     stray = "oops</answer>"  # closes what was never opened
     cut = "<code>\n" + "print(1)\n" * 80  # by the length limit: half a program is none
@@ -305,19 +290,9 @@ def test_a_prompt_that_does_not_fit_is_refused_by_name(policy, samples):
         play(policy, samples[:1], 1, Rules(max_new_tokens=1, max_length=room - 1))
 
 
-def test_the_rules_confine_what_code_may_use(policy, samples, monkeypatch):
-    made, sandbox = [], rollout.Sandbox
-    monkeypatch.setattr(rollout, "Sandbox", lambda *told: made.append(told) or sandbox(*told))
-    performed(policy, samples[:1], [[SHORT], [SHORT]])
-    assert made == [(samples[0].image, RULES.limits, RULES.allow_weak_sandbox)] * 2
-    assert RULES.limits != Rules().limits
-
-
 @given(st.text(), st.text())
 def test_what_is_written_is_read_back(text, answer):
     """Any text as a string of code, tags and quotes included; any answer without tags."""
-    for tag in ("think", "code", "answer"):
-        answer = answer.replace(f"<{tag}>", "").replace(f"</{tag}>", "")
-    code = f"print({text!r})"
+    code, answer = f"print({text!r})", answer.replace("<", "")
     assert parse(f"<think>t</think><code>{code}</code>", False) == (code, None)
     assert parse(f"<think>t</think><answer>{answer}</answer>", False) == (None, answer.strip())

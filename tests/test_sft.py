@@ -75,18 +75,15 @@ def test_imitation_is_plain_clipped_steps_at_the_rates_given_until_told(policy, 
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 5))
-def test_every_epoch_visits_everything_once(n, batch, seed):
+def test_every_epoch_visits_everything_once_in_an_order_of_its_own(n, batch, seed):
     batch_of = shuffled(n, batch, seed)
     flat = [k for i in range(max(8, 3 * n)) for k in batch_of(i)]
     for epoch in range(3):
         assert Counter(flat[epoch * n : (epoch + 1) * n]) == Counter(range(n))
     again = shuffled(n, batch, seed)  # a resumed run asks for batch 7 first and gets the same
     assert again(7) == flat[7 * batch : 8 * batch]
-
-
-def test_every_epoch_of_every_seed_has_an_order_of_its_own():
-    orders = [tuple(shuffled(20, 20, seed)(epoch)) for seed in range(3) for epoch in range(3)]
-    assert len({*orders, tuple(range(20))}) == 10
+    orders = [tuple(shuffled(20, 20, s)(epoch)) for s in (seed, seed + 1) for epoch in range(3)]
+    assert len({*orders, tuple(range(20))}) == 7  # each has its own
 
 
 def test_a_demonstration_is_replayed_if_its_prompt_leaves_room_for_a_turn(policy, demos):
@@ -111,13 +108,10 @@ def thyme_turns(n: int) -> list[str]:
 
 def thyme_row(n: int, **changed) -> dict:
     shown = [f"\n<sandbox_output>{word}</sandbox_output>\n" for word in SHOWN[:n]] + ["\n"]
-    pictures = 1 + sum(word.count("<image>") for word in SHOWN[:n])
+    pictures = [png(picture(k)[0]) for k in range(1 + "".join(SHOWN[:n]).count("<image>"))]
     question = "<image>\nHow many?" + facts(picture(0)[0], "/data/x/a b.png")
-    return {
-        "image": [png(picture(k)[0]) for k in range(pictures)],
-        "question": question,
-        "response": "".join(map("".join, zip(thyme_turns(n), shown))),
-    } | changed
+    response = "".join(map("".join, zip(thyme_turns(n), shown)))
+    return dict(image=pictures, question=question, response=response) | changed
 
 
 def thyme(policy, row, rounds="all", rules=RULES, pixels=True):
@@ -171,7 +165,6 @@ cv2.imread('/home/u/d-2.PNG')"""
 @pytest.mark.parametrize("changed, words", [
     ({"image": []}, "image: expected a list"),
     ({"image": thyme_row(2)["image"]}, r"image: 2 pictures for \[1, 0\] places"),
-    ({"question": "<image><image>?", "image": thyme_row(2)["image"]}, r"2 pictures for \[2, 0\]"),
     ({"question": 5}, "question: expected a str, got '5'"),
     ({"response": ""}, "response: expected a str"),
     ({"response": ONE.replace("</code>", "")}, "response: an output follows what is no code"),

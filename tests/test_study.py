@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from PIL import Image
@@ -35,8 +36,8 @@ class Process:
 
 
 def train_by(monkeypatch, run, cores=1):
-    """Let `run(argv)` return what stands for a process of train.py."""
-    monkeypatch.setattr(subprocess, "Popen", lambda argv, **how: run(argv, **how))
+    """Let `run(argv, **how)` return what stands for a process of train.py."""
+    monkeypatch.setattr(subprocess, "Popen", run)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
     monkeypatch.setattr("time.sleep", lambda _: None)
 
@@ -149,29 +150,12 @@ def test_the_study_starts_anywhere_and_nothing_begins_after_a_failure(
     assert "sft-guessing-1 ended with 3" in capsys.readouterr().out
 
 
-def test_a_run_that_cannot_begin_is_named_and_ends_the_study(tmp_path, monkeypatch, capsys):
-    ran = []
-    train_by(monkeypatch, lambda *_, **__: ran.append(1))
-    (tmp_path / "sft-guessing-0").touch()
-    with pytest.raises(SystemExit) as ended:
-        evaluate.main(["--study", "rewards", "--out", str(tmp_path)])
-    assert ended.value.code == 2 and not ran
-    assert re.search("File exists: .*sft-guessing-0", capsys.readouterr().err)
-
-
 def test_ctrl_c_ends_the_study_with_the_runs_that_have_begun(tmp_path, monkeypatch, capsys):
-    begun = []
-
-    def run(argv, **_):
-        if begun:
-            raise KeyboardInterrupt
-        begun.append(Process(n=9))
-        return begun[-1]
-
-    train_by(monkeypatch, run, cores=2)
+    begun = Process(n=9)
+    train_by(monkeypatch, mock.Mock(side_effect=[begun, KeyboardInterrupt]), cores=2)
     with pytest.raises(KeyboardInterrupt):
         evaluate.main(["--study", "rewards", "--out", str(tmp_path)])
-    assert len(begun) <= 2 and begun[0].waited
+    assert begun.waited
     assert "stopped. The study ends when the runs that have begun do" in capsys.readouterr().out
 
 

@@ -4,12 +4,10 @@ import importlib.util
 import io
 import json
 import math
-import os
 import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -18,10 +16,10 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from accelerate.commands import launch
 from conftest import ANSWER, DRAWN, GOOD, LOOK, NEUTRAL, OURS, PRINTED, SEARCH, TYPO
 from conftest import SHORT as GUESS
 from conftest import json_lines, killed, same_end, scripted, together, trained
@@ -45,18 +43,14 @@ SHORT = """--sft-steps 5 --sft-demos 12 --sft-batch 8 --sft-lr 8e-3 --rl-steps 3
 
 
 def config_of(out, words=""):
-    return parse_config(["--out", str(out), *words.split()])
-
-
-def run_of(config):
-    """The run of a config, in this process alone."""
-    return Run(Path(config.out), asdict(config), config.timeout, config.keep)
+    """Of these words; a run that begins does so in `out`, unless they say where."""
+    return parse_config(["--out", str(out)] * ("--resume" not in words) + words.split())
 
 
 def begun(out, words="", **more):
-    """(the run of these words, its config)"""
+    """(the run of these words, in this process alone; its config)"""
     config = replace(config_of(out, words), **more)
-    return run_of(config), config
+    return Run(Path(config.out), asdict(config), config.timeout, config.keep), config
 
 
 def read(path):
@@ -64,8 +58,6 @@ def read(path):
 
 
 # --- the command line ------------------------------------------------------------------------
-
-
 def test_every_flag_has_help_a_default_and_a_source(capsys):
     with pytest.raises(SystemExit):
         parse_config(["--help"])
@@ -77,39 +69,16 @@ def test_every_flag_has_help_a_default_and_a_source(capsys):
     assert "--resume DIR" in told and "--plan ..." in told
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--reward money", "got 'money'"),
-    ("--preset huge", "invalid choice: 'huge'"),
-    ("--rollouts 1", "--rollouts: expected a finite number, least 2; got 1"),
-    ("--temperature 0", "--temperature: expected a finite number, above 0"),
-    ("--shortcut 1.2", "--shortcut: expected a finite number, least 0, most 1"),
-    ("--lambda-tool -1.5", "below the answer's (Eq. 5)"),
-    ("--resume no-such-run", "No such file or directory: 'no-such-run/config.json'"),
-    ("--resume x --out y", "so --out cannot stand beside it. These can: --activation-checkp"),
-    ("--resume x --seed=3 --keep 2", "so --seed cannot stand beside it"),
-    ("--resume=x --no-mask-truncated", "so --mask-truncated cannot stand beside it"),
-])  # fmt: skip
-def test_what_cannot_work_is_refused_before_anything_loads(words, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        parse_config(words.split() if "--resume" in words else ["--out", "none", *words.split()])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_finished_run_is_not_overwritten(tmp_path, capsys):
-    (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        config_of(tmp_path)
-    assert f"--resume {tmp_path}" in capsys.readouterr().err
-
-
-def test_a_run_goes_on_with_its_own_config_but_for_memory_speed_and_what_is_told(tmp_path):
-    config = Config(out=str(tmp_path), seed=7, keep=3, rl_lr=0.5)
-    run_of(config).log_file.close()
-    assert parse_config(["--resume", str(tmp_path)]) == config
+def test_a_run_goes_on_with_its_own_config_but_for_memory_speed_and_what_is_told(tmp_path, capsys):
+    a_run, config = begun(tmp_path, "--seed 7 --keep 3 --rl-lr 0.5")
     words = f"--resume {tmp_path} --row-tokens 4096 --no-activation-checkpointing --patience=3"
     changed = {"row_tokens": 4096, "activation_checkpointing": False, "patience": 3.0}
-    assert parse_config(words.split()) == replace(config, **changed)
+    assert config_of("none", f"--resume {tmp_path}") == config
+    assert config_of("none", words) == replace(config, **changed)
+    a_run.update(step=1)
+    with pytest.raises(SystemExit):  # a new one does not begin over it
+        config_of(tmp_path)
+    assert f"--resume {tmp_path}" in capsys.readouterr().err
 
 
 def test_every_field_of_the_rules_the_objective_and_the_weights_is_a_flag_and_arrives():
@@ -185,8 +154,6 @@ def test_a_default_that_a_page_states_is_the_one_of_the_config(page, words, valu
 
 
 # --- what a step draws, is told and learns by ------------------------------------------------
-
-
 @pytest.fixture
 def loop(monkeypatch):
     """loop(*words) -> a dict for each step of stage 2: what it drew and was told. All that takes
@@ -209,23 +176,25 @@ def loop(monkeypatch):
     def report(run, config, world, step, groups, rewards, learnt, tally):
         steps[-1]["totals"] = [[r.total for r in group] for group in rewards]
 
-    for name, stand_in in {
-        "stage_1": lambda run, config, world: run.update(stage="rl"),
-        "play": play, "learn": learn, "report_step": report,
-        "opened": lambda *_: (policy, policy, optimizer),
-        "load_policy": lambda *_, **__: "the SFT model",
-    }.items():  # fmt: skip
+    stand_ins = {name: lambda *_: None for name in ("finish", "fits", "shard", "LogProbs")}
+    stand_ins |= dict(play=play, learn=learn, report_step=report)
+    stand_ins["stage_1"] = lambda run, config, world: run.update(stage="rl")
+    stand_ins["opened"] = lambda *_: (policy, policy, optimizer)
+    stand_ins["load_policy"] = lambda *_, **__: "the SFT model"
+    for name, stand_in in stand_ins.items():
         monkeypatch.setattr(train, name, stand_in)
-    for name in ("finish", "fits", "shard", "LogProbs"):
-        monkeypatch.setattr(train, name, lambda *_: None)
-    for name in ("check_weights", "write_transcript"):
-        monkeypatch.setattr(Run, name, lambda *_: None)
-    monkeypatch.setattr(Run, "save", lambda run, policy, optimizer, step: run.update(step=step))
+
+    def save(run, policy, optimizer, step):
+        assert steps[-1]["looked at"]  # no broken weights are saved
+        run.update(step=step)
+
+    monkeypatch.setattr(Run, "save", save)
+    monkeypatch.setattr(Run, "check_weights", lambda *_: steps[-1].update({"looked at": True}))
+    monkeypatch.setattr(Run, "write_transcript", lambda *_: None)
 
     def loop(words):
         steps.clear()
-        given = "--resume" in words or "--out" in words
-        train.main(parse_config(words.split()) if given else config_of(tempfile.mkdtemp(), words))
+        train.main(config_of(tempfile.mkdtemp(), words))
         return list(steps)
 
     loop.steps = steps
@@ -250,19 +219,20 @@ def test_every_resume_point_ends_the_same(loop, tmp_path):
         assert loop(f"--resume {tmp_path}") == whole[done:]
 
 
-def test_reward_world_and_anchor_reach_the_loop(loop):
-    flags = "--reward tool_bonus --ratio-anchor ref --beta 0 --shortcut 0"
-    (step,) = loop(f"{THREE} {flags} --rl-steps 1 --questions 20")
-    assert step["reference"] == "the SFT model" and step["objective"].ratio_anchor == "ref"
+def test_reward_and_world_reach_the_loop(loop):
+    flags = "--reward tool_bonus --shortcut 0 --rl-steps 1 --questions 20"
+    (step,) = loop(f"{THREE} {flags}")
     search = [(q, a) for _, q, a, _ in step["questions"] if "texture" in q]
     assert search and all(answer != USUAL_TEXTURE[q.split()[5]] for q, answer in search)
     paid = {round(total, 6) for group in step["totals"] for total in group}
     assert paid == {1.0, 1.2}  # a bonus for each call that ran
 
 
-def test_without_kl_and_its_anchor_no_reference_is_loaded(loop):
-    assert loop(f"{THREE} --beta 0")[0]["reference"] is None
-    assert loop(f"{THREE} --beta 1e-9")[0]["reference"] == "the SFT model"
+@pytest.mark.parametrize("beta, anchor", [("0", "old"), ("1e-9", "old"), ("0", "ref")])
+def test_without_kl_and_its_anchor_no_reference_is_loaded(loop, beta, anchor):
+    (step,) = loop(f"{THREE} --rl-steps 1 --beta {beta} --ratio-anchor {anchor}")
+    assert step["reference"] == (None if (beta, anchor) == ("0", "old") else "the SFT model")
+    assert step["objective"].ratio_anchor == anchor
 
 
 def test_advantages_are_of_the_totals_and_of_those_with_a_verdict(loop, monkeypatch):
@@ -287,49 +257,33 @@ def test_a_judge_that_is_silent_stops_the_run_before_it_learns(loop, monkeypatch
     assert not any("lr" in step for step in loop.steps)
 
 
-def test_weights_are_looked_at_before_they_are_saved(loop, monkeypatch):
-    monkeypatch.setattr(Run, "check_weights", lambda *_: sys.exit("huge"))
-    monkeypatch.setattr(Run, "save", lambda *_: pytest.fail("saved"))
-    with pytest.raises(SystemExit, match="huge"):
-        loop(f"{THREE} --rl-steps 1")
+def imitated(n, words, done=0):
+    """(the batches of every step of stage 1 on n rows, its rates), of a run that has done so many
+    steps"""
+    found = []
 
+    def imitate(policy, optimizer, batches_of, steps, rate, after):
+        found.append([[k for b in batches_of(i) for k in b] for i in steps])
+        found.append([rate(i) for i in steps])
 
-@pytest.fixture
-def imitated(monkeypatch, tmp_path):
-    """imitated(n, words) -> (the batches of every step of stage 1 on n rows, its rates), of a run
-    that has done so many steps"""
-
-    def imitated(n, words, done=0):
-        found = {}
-
-        def imitate(policy, optimizer, batches_of, steps, rate, after):
-            found["batches"] = [[k for b in batches_of(i) for k in b] for i in steps]
-            found["rates"] = [rate(i) for i in steps]
-
-        for name, stand_in in {
-            "opened": lambda *_: (None, None, None),
-            "demonstration_rows": lambda *_: (list(range(n)), []),
-            "micro_batches": lambda rows, most: [rows],
-            "imitate": imitate,
-            "sync": lambda *_: None,
-            "measure_policy": lambda *_, **__: {},
-        }.items():
-            monkeypatch.setattr(train, name, stand_in)
-        monkeypatch.setattr(Run, "end_stage", lambda *_, **__: None)
-        a_run, config = begun(tempfile.mkdtemp(dir=tmp_path), words)
+    stand_ins = dict(imitate=imitate, micro_batches=lambda rows, most: [rows])
+    stand_ins["opened"] = lambda *_: (None, None, None)
+    stand_ins["demonstration_rows"] = lambda *_: (list(range(n)), [])
+    stand_ins |= dict(sync=mock.DEFAULT, measure_policy=mock.DEFAULT)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Run, "end_stage"):
+        a_run, config = begun(folder, words)
         a_run.state["step"] = done
-        train.stage_1(a_run, config, None)
-        return found["batches"], found["rates"]
-
-    return imitated
+        with mock.patch.multiple(train, **stand_ins):
+            train.stage_1(a_run, config, None)
+    return found
 
 
 @pytest.mark.parametrize("n, batch, epochs", [(10, 4, 1.0), (8, 4, 2.0), (10, 4, 2.5), (3, 4, 1.0)])
-def test_sft_sees_every_demonstration_in_every_epoch_to_the_last(imitated, n, batch, epochs):
+def test_sft_sees_every_demonstration_in_every_epoch_to_the_last(n, batch, epochs):
     words = f"--sft-steps -1 --sft-batch {batch} --sft-epochs {epochs}"
     batches, rates = imitated(n, words)
     for done in range(len(rates)):  # a run goes on with what it has not seen
-        assert imitated(n, words, done) == (batches[done:], rates[done:])
+        assert imitated(n, words, done) == [batches[done:], rates[done:]]
     assert {len(b) for b in batches} == {min(batch, n)}
     seen = Counter(k for b in batches for k in b)
     assert set(seen) == set(range(n)) and min(seen.values()) >= int(epochs)
@@ -338,7 +292,7 @@ def test_sft_sees_every_demonstration_in_every_epoch_to_the_last(imitated, n, ba
 
 
 @pytest.mark.parametrize("steps, warmup", [(10, 0.3), (10, 0.0), (1, 0.05), (320, 0.03)])
-def test_the_rate_of_sft_rises_and_falls_to_2_percent_of_its_peak(imitated, steps, warmup):
+def test_the_rate_of_sft_rises_and_falls_to_2_percent_of_its_peak(steps, warmup):
     _, rates = imitated(40, f"--sft-steps {steps} --sft-lr 0.5 --sft-warmup {warmup}")
     up, done = max(1, round(warmup * steps)), range(1, steps + 1)
     assert rates == pytest.approx([0.5 * min(1, i / up) * (1 - 0.98 * i / steps) for i in done])
@@ -367,31 +321,26 @@ def test_the_vision_tower_learns_in_the_stages_that_do_not_freeze_it(frozen, pol
     policy.save(tmp_path / "sft")
     for stage in ("sft", "rl"):
         learner, _, optimizer = train.opened(*how, stage)
-        learnt = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, p in learner.model.named_parameters():
-            assert (id(p) in learnt) == (frozen not in (stage, "both") or ".visual." not in name)
+        (group,), learns = optimizer.param_groups, frozen not in (stage, "both")
+        names = {n for n, _ in learner.model.named_parameters() if learns or ".visual." not in n}
+        assert {id(learner.model.get_parameter(n)) for n in names} == {*map(id, group["params"])}
 
 
 @pytest.mark.parametrize("rl_data, temperature, wave", [("", 1.0, 512), ("rows", 0.0, 32)])
 def test_measuring_asks_the_examiner_under_the_temperature_of_the_world(
     rl_data, temperature, wave, monkeypatch, tmp_path
 ):
-    told = []
-
-    def evaluate(*asked, **more):
-        told.append((asked, more))
-        return [{"score": 1.0}]  # of some of a training set: this is no benchmark
-
+    evaluate = mock.Mock(return_value=[{"score": 1.0}])  # a training set is no benchmark
     monkeypatch.setattr(train, "evaluate", evaluate)
     how = begun(tmp_path, "--turns 7 --temperature 0.6", rl_data=rl_data)
     world = train.World(None, list(range(9)), "the judge", "the examiner")
     assert train.measure_policy(*how, world, "actor", every=4) == {}
-    asked, more = told[0]
+    asked, more = evaluate.call_args
     assert asked == ("actor", [0, 4, 8], "the examiner")
     assert (more["rules"].temperature, more["rules"].turns, more["wave"]) == (temperature, 7, 3)
     assert more["out"] == tmp_path / "evaluation"
     train.measure_policy(*how, world, "actor", out=tmp_path / "sft-episodes")
-    assert told[1][1]["wave"] == wave
+    assert evaluate.call_args.kwargs["wave"] == wave
 
 
 def test_demonstrations_are_learnt_or_measured_and_never_both(policy, tmp_path, monkeypatch):
@@ -418,8 +367,6 @@ def test_a_run_without_a_demonstration_that_it_can_use_is_refused(policy, tmp_pa
 
 
 # --- the questions of a run -------------------------------------------------------------------
-
-
 def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(
     tmp_path, policy, monkeypatch
 ):
@@ -435,13 +382,21 @@ def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(
     assert [s.id for s in again.questions(4)] == ids[4]  # step 4 is in the second pass
     assert (tmp_path / "skipped-rl.jsonl").exists()
     assert (world.judge.prompt, world.examiner.prompt) == ("training", "evaluation")
-    seeds, shuffled = [], train.shuffled
-    monkeypatch.setattr(train, "shuffled", lambda *how: seeds.append(how[-1]) or shuffled(*how))
+    monkeypatch.setattr(train, "shuffled", drawn := mock.Mock(wraps=train.shuffled))
     train.data_world(a_run, replace(config, seed=1), policy)
-    assert seeds == ["held out 1", 1]
+    assert [call.args[-1] for call in drawn.call_args_list] == ["held out 1", 1]
 
 
 @pytest.mark.parametrize("words, message", [
+    ("--reward money", "got 'money'"),
+    ("--rollouts 1", "--rollouts: expected a finite number, least 2; got 1"),
+    ("--temperature 0", "--temperature: expected a finite number, above 0"),
+    ("--shortcut 1.2", "--shortcut: expected a finite number, least 0, most 1"),
+    ("--lambda-tool -1.5", "below the answer's (Eq. 5)"),
+    ("--resume no-such-run", "No such file or directory: 'no-such-run/config.json'"),
+    ("--resume x --out y", "so --out cannot stand beside it. These can: --activation-checkp"),
+    ("--resume x --seed=3 --keep 2", "so --seed cannot stand beside it"),
+    ("--resume=x --no-mask-truncated", "so --mask-truncated cannot stand beside it"),
     ("--model no/such/folder/at/all", "no checkpoint"),
     ("--max-length 40", "but --max-length 40 leaves 8 beside a turn of 32"),
     ("--rl-data x.parquet", "give --judge-url"),
@@ -451,7 +406,7 @@ def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(
     (f"--rl-data {RL_ROWS} --judge-url http://h/v1", "give more, or lower --questions 12"),
     ("--out README.md/runs/toy", "Not a directory: 'README.md/runs/toy'"),
 ])  # fmt: skip
-def test_what_cannot_be_played_or_judged_is_refused_before_weights_load(
+def test_what_cannot_work_is_refused_before_weights_load(
     words, message, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
@@ -472,19 +427,13 @@ def test_a_run_goes_on_with_the_rows_it_began_with(name, tmp_path):
         train.world_of(a_run, config)
     (tmp_path / "sft").symlink_to(ROOT / "tiny")
     a_run.state |= {"stage": "rl", "data": {}}  # the demonstrations may be gone by then
-    train.world_of(a_run, replace(config, sft_data="gone.jsonl", questions=4))
-
-
-def test_every_process_needs_a_question(tmp_path):
-    how = begun(tmp_path)
-    how[0].n = 13
-    with pytest.raises(ValueError, match="--questions 12 for 13 processes: raise it"):
-        train.world_of(*how)
+    train.world_of(a_run, config := replace(config, sft_data="gone.jsonl", questions=4))
+    a_run.n = 5  # each process needs a question
+    with pytest.raises(ValueError, match="--questions 4 for 5 processes: raise it"):
+        train.world_of(a_run, config)
 
 
 # --- whole runs ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """(the folder of a whole run, what it printed)"""
@@ -523,6 +472,14 @@ def test_a_run_ends_with_one_table_and_everything_in_its_folder(finished):
     assert last.name == "summary.json"  # where it is, all is
 
 
+def test_a_tracker_is_sent_the_numbers_of_the_log(tmp_path):
+    team = mock.Mock(device=torch.device("cpu"))
+    Run(tmp_path, {}, 60, 1, team).log({"stage": "rl", "step": 7, "reward": 0.5, "kl": None})
+    (sent,), more = team.log.call_args
+    assert more == {"step": 0} and (sent["rl/reward"], sent["rl/step"]) == (0.5, 7)
+    assert sent["rl/peak_gb"] > 0 and all(isinstance(n, int | float) for n in sent.values())
+
+
 def test_the_log_holds_what_the_optimiser_held_in_words_of_its_glossary(finished):
     lines = json_lines(finished[0] / "log.jsonl")
     rl = [line for line in lines if line["stage"] == "rl"]
@@ -534,7 +491,7 @@ def test_the_log_holds_what_the_optimiser_held_in_words_of_its_glossary(finished
     assert written <= set(re.findall(r"\w+", glossary))
 
 
-def test_what_was_played_is_not_played_again(finished, tmp_path, monkeypatch, capfd):
+def test_what_was_played_is_not_played_again(finished, tmp_path, monkeypatch, capsys):
     """When the SFT model is measured where its episodes lie, and when a run is over."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(evaluate, "play", lambda *_: pytest.fail("played"))
@@ -546,10 +503,8 @@ def test_what_was_played_is_not_played_again(finished, tmp_path, monkeypatch, ca
     found = train.measure_policy(*how, out=tmp_path / "known")
     assert json.loads(json.dumps(found)) == before["stages"]["sft"]
     shutil.copytree(whole, out)
-    words = ["accelerate launch", "--num_processes", "1", "--cpu", "train.py", "--resume", str(out)]
-    monkeypatch.setattr(sys, "argv", words)
-    launch.main()
-    assert "no tool" in capfd.readouterr().out
+    train.main(config_of("none", f"--resume {out}"))
+    assert "no tool" in capsys.readouterr().out
     assert read(out / "summary.json")["stages"] == before["stages"]
 
 
@@ -580,24 +535,16 @@ def test_killed_and_resumed_it_ends_the_same(finished, tmp_path, monkeypatch):
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
-    """Also where a shell that runs this in its background has SIGINT ignored."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["train.py", "--out", str(tmp_path)])
-    monkeypatch.setattr(Run, "check_data", lambda *_: signal.raise_signal(signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path("train.py", run_name="__main__")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert ended.value.code == 130
+    monkeypatch.setattr(Run, "check_data", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="130"):
+        runpy.run_path("train.py", run_name="__main__")
     told = f"stopped; to go on: python train.py --resume {tmp_path}\n"
     assert capsys.readouterr().out.endswith(told)
 
 
 # --- the real thing, on a stand-in for its checkpoint, rows in the public schemas and a judge --
-
-
 def verdict(handler):
     """Every output is useful, and every open answer wrong."""
     compared = "candidate" in json.dumps(handler.server.bodies[-1])
@@ -614,7 +561,7 @@ def test_the_7b_recipe_runs_on_a_stand_in(tmp_path, standin_folder, capsys):
         train.main(config_of(tmp_path, f"{words} --judge-url {server.url}"))
     said = capsys.readouterr().out
     assert "8 of 8 rows loaded, 0 skipped" in said and "9 of 9 rows loaded, 0 skipped" in said
-    assert (tmp_path / "summary.json").stat().st_size and (tmp_path / "report.html").stat().st_size
+    assert (tmp_path / "summary.json").exists() and (tmp_path / "report.html").exists()
     sft, rl = json_lines(tmp_path / "log.jsonl")
     assert (sft["stage"], rl["stage"]) == ("sft", "rl") and rl["tools"] == 0.5
     asked = [*map(json.dumps, server.bodies)]
@@ -629,14 +576,3 @@ def test_the_7b_recipe_runs_on_a_stand_in(tmp_path, standin_folder, capsys):
     moved = {name for name in before if not torch.equal(before[name].float(), after[name])}
     assert moved and not any("visual" in name for name in moved)  # it is frozen
     assert any(not torch.equal(after[name], last[name]) for name in last)
-
-
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
-def test_the_log_also_goes_to_a_tracker(tracker, tmp_path):
-    pytest.importorskip(tracker)
-    kept_here = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "TRACKIO_DIR": str(tmp_path)}
-    words = f"{SHORT} --sft-steps 1 --rl-steps 1 --tracker {tracker} --out {tmp_path}/run".split()
-    command, env = [sys.executable, "train.py", *words], os.environ | kept_here
-    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=300)
-    kept = {"tensorboard": "events.out.tfevents*", "wandb": "*.wandb", "trackio": "*.db"}
-    assert any(b"generated_tokens" in file.read_bytes() for file in tmp_path.rglob(kept[tracker]))
