@@ -1,122 +1,60 @@
 """
 tiny.py: where tiny/ comes from, a stand-in for "a pretrained vision-language model".
 
-Concept     A reader with two CPU cores needs a small model that sees. This file builds the real
+Concept     A reader with two CPU cores needs a small model that sees. This file takes the real
             architecture, Qwen2.5-VL, with two text layers and one vision block, and teaches it to
             see the toy world: which colour is in which cell, and which texture is on a close-up.
             It learns nothing of the game. Stage 1 teaches that.
 Paper       nothing: CodeV starts from Qwen2.5-VL-7B-Instruct
-In          a seed
+In          a seed, and all files of tiny/ but its weights
 Out         a Policy; `python train.py --preset tiny-base --out tiny` saves it, in a few minutes
 Left out    everything that the toy world does not show
 Read next   data.py (the toy world), sft.py (the loop that teaches here too)
+
+The other files of tiny/ say what it is. config.json: 64 dimensions, for which initializer_range's
+usual 0.02 is too small. preprocessor_config.json: any image is seen as about 64 x 64 pixels (16
+visual tokens), averages of blocks; so the map is seen at 1 : 4, where a texture of period 4
+vanishes exactly. tokenizer.json: byte-level, like Qwen's, so that any text becomes tokens and comes
+back unchanged; the toy's words (each takes the space before it along) and coordinates are single
+tokens. chat_template.jinja: no system prompt and no format block, which it could not read.
 """
 
 import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from statistics import fmean
 
 import torch
 from PIL import Image
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
+from transformers import AutoTokenizer, Qwen2_5_VLConfig
 
-from data import COLORS, GRID, IMAGE, SIZE, TAGS, TEXTURES, Scene, cell_name, crop_turn
-from data import draw_scene, neutral_sample, search_sample
+from data import COLORS, GRID, IMAGE, SIZE, TAGS, TEXTURES, Scene, cell_name, draw_scene
+from data import neutral_sample, search_sample
 from grpo import Row, log_probs, micro_batches
 from kit.qwen import ImageProcessor, Model, Policy
 from rollout import Trajectory
 from sft import imitate, rows_of
 
-PATCH = 8  # pixels; two by two patches make one visual token
-VIEW = 64  # pixels: what the tiny model sees of any image, 16 visual tokens for a square one
+TINY = Path(__file__).parents[1] / "tiny"
 CELLS = [cell_name(r, c) for r in range(GRID) for c in range(GRID)]
 CORNERS = [str(x) for x in range(0, SIZE + 1, SIZE // GRID)]
 
-# In Jinja; every checkpoint has its own. This one leaves out what so small a model cannot read
-# (the system prompt and the format block), and keeps the image and the question.
-CHAT_TEMPLATE = """\
-{%- for message in messages if message.role == 'user' -%}
-<|im_start|>user
-{% set seen = namespace(text=false) -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
-{%- elif not seen.text -%}{{ part.text }}{%- set seen.text = true -%}{%- endif -%}
-{%- endfor -%}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{% endif -%}"""
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, like Qwen's: any text becomes tokens and comes back unchanged. The toy's
-    words and coordinates are single tokens; everything else is spelt in bytes."""
-    words = "endoftext im_start im_end vision_start vision_end image_pad video_pad".split()
-    control = [f"<|{word}|>" for word in words]
-    tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
-    asked = "Which texture is on the red square ? What color is the object at a1 ? Where is the"
-    said = "I need a closer look at . I can see it . The crop shows it .\nuser\nassistant\n"
-    code = crop_turn("", (0, 0, 0, 0))
-    text = " ".join([asked, said, *COLORS, *TEXTURES, *CELLS, *CORNERS, code, "(0,0)"])
-    for tag in tags:
-        text = text.replace(tag, "\n")
-    # A word takes the space before it along; numbers and all other spaces stand alone.
-    split = pre_tokenizers.Split(Regex(r" ?[a-d][1-4](?!\w)| ?[^\s\d]+|\d+|\s"), "isolated")
-    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    splitter = pre_tokenizers.Sequence([split, spell])
-    known = {word for word, _ in splitter.pre_tokenize_str(text)}
-    known |= {spell.pre_tokenize_str(word)[0][0] for word in (*COLORS, *TEXTURES, *CELLS)}
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = list(dict.fromkeys(control + tags + alphabet + sorted(known)))
-    ids = {word: i for i, word in enumerate(vocabulary)}
-    tokenizer = Tokenizer(models.BPE(ids, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer, tokenizer.decoder = splitter, decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in tags])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>",
-        clean_up_tokenization_spaces=False, padding_side="left", chat_template=CHAT_TEMPLATE,
-    )  # fmt: skip
-
 
 def tiny_policy(seed: int) -> Policy:
-    """The real architecture in small, with random weights."""
-    tokenizer = tiny_tokenizer()
-    id_of = tokenizer.convert_tokens_to_ids
-    start = dict(initializer_range=0.08)  # the usual 0.02 is too small for 64 dimensions
-    # fmt: off
-    text = dict(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096,
-        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 6, 6]),
-        bos_token_id=None, eos_token_id=id_of("<|im_end|>"), pad_token_id=id_of("<|endoftext|>"),
-        tie_word_embeddings=False, **start,
-    )
-    vision = dict(
-        depth=1, hidden_size=48, intermediate_size=96, num_heads=2, patch_size=PATCH,
-        window_size=PATCH * 32, out_hidden_size=64, fullatt_block_indexes=[0], **start,
-    )
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, **start,
-        image_token_id=id_of("<|image_pad|>"), vision_start_token_id=id_of("<|vision_start|>"),
-        video_token_id=id_of("<|video_pad|>"), vision_end_token_id=id_of("<|vision_end|>"),
-    )
-    # fmt: on
+    """tiny/ with random weights."""
     torch.manual_seed(seed)
-    model = Model(config)
-    # BOX averages blocks. The whole map is seen at 1 : 4: a texture of period 4 vanishes exactly.
-    size = {"shortest_edge": VIEW * VIEW // 2, "longest_edge": VIEW * VIEW}
-    how = dict(resample=Image.Resampling.BOX, patch_size=PATCH, merge_size=2, size=size)
-    return Policy(model, tokenizer, ImageProcessor(**how), TAGS)
+    model = Model(Qwen2_5_VLConfig.from_pretrained(TINY))
+    tokenizer, images = AutoTokenizer.from_pretrained(TINY), ImageProcessor.from_pretrained(TINY)
+    return Policy(model, tokenizer, images, TAGS)
 
 
 def random_policy(shape: Qwen2_5_VLConfig, device: str = "cpu") -> Policy:
     """Real shapes and random weights. The tokenizer is the tiny one, whose few hundred tokens are
     all it can say: sizes and speeds do not depend on which. Changes the ids of shape."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     for mark in ("image_pad", "video_pad", "vision_start"):
         name = f"{mark.removesuffix('_pad')}_token_id"
         setattr(shape, name, tokenizer.convert_tokens_to_ids(f"<|{mark}|>"))
