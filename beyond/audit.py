@@ -137,7 +137,7 @@ def audit(trajectories: Sequence[Trajectory], judge: Judge) -> str:
 
 
 def where_it_stands(verdicts: list[tuple[float, float, bool]]) -> str:
-    """The judge's misses and false alarms, as in the study of judges (beyond/judges.py)."""
+    """The judge's misses and false alarms, as in the study of judges (beyond/study.py)."""
     miss, alarm = ([(score > 0) != seen for _, score, seen in verdicts if seen is there]
                    for there in (True, False))  # fmt: skip
     if not miss or not alarm:

@@ -11,7 +11,6 @@ Read next   kit/page.py (episodes side by side), study.py (the same for every re
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,16 +28,6 @@ class Options:
 
     compare: list[str] = knob(None, "folders with summary.json", metavar="RUN", nargs="+")
     out: Path = knob(Path("runs/eval"), "folder for the figure and the page", metavar="DIR")
-
-
-def columns_of(runs: Sequence[str]) -> dict[str, dict]:
-    """A column for each stage of each run, from the summary.json in its folder. Raises OSError or
-    ValueError where there is none of train.py or evaluate.py."""
-    columns = {}
-    for run in runs:
-        stages = read_json(Path(run) / "summary.json", keys=["stages"])["stages"]
-        columns |= {f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages.items()}
-    return columns
 
 
 def compare(columns: dict[str, dict], path: Path) -> None:
@@ -65,9 +54,11 @@ def compare(columns: dict[str, dict], path: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    options = parse(Options, argv)
+    options, columns = parse(Options, argv), {}
     with refusals():
-        columns = columns_of(options.compare)
+        for run in options.compare:  # a column for each stage of each run
+            stages = read_json(Path(run) / "summary.json", keys=["stages"])["stages"]
+            columns |= {f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages.items()}
         options.out.mkdir(parents=True, exist_ok=True)
         compare(columns, options.out / "compare.png")
         page = report_runs(options.out, options.compare, lines(columns), ["compare.png"])

@@ -148,7 +148,7 @@ def asked_once(
     mine = record.with_suffix(f".{rank}.jsonl") if world > 1 else record
     mine.parent.mkdir(parents=True, exist_ok=True)
     known: dict[str, dict] = {}
-    for part in {mine, record, *record.parent.glob(record.stem + ".*.jsonl")}:
+    for part in (record, *record.parent.glob(record.stem + ".*.jsonl")):
         known |= read_record(part, setting)
     share, keys = samples[rank::world], []
     with open(mine, "ab") as file, tqdm(total=len(share), desc=mine.stem, mininterval=5) as bar:
@@ -173,17 +173,14 @@ def read_record(file: Path, setting: dict) -> dict[str, dict]:
     for number, text in enumerate(whole_lines(file).splitlines(), start=1):
         try:
             line = json.loads(text)
-            key, made = line["key"], line["setting"]
-            if "right" not in line and line.get("verdict") not in VERDICTS:  # right: difficulty's
-                words = ", ".join(VERDICTS)
-                raise ValueError(f"expected a verdict of {words}, got {line.get('verdict')!r}")
+            if (made := line["setting"]) != setting:
+                raise ValueError(f"it was made with {made}, and this is {setting}")
+            if "right" not in line and (word := line.get("verdict")) not in VERDICTS:  # by_label's
+                raise ValueError(f"expected a verdict of {', '.join(VERDICTS)}, got {word!r}")
+            known[line["key"]] = line
         except (ValueError, LookupError, TypeError) as error:
             mend = "correct the line, or delete it; or give another --out"
             raise ValueError(f"{file}, line {number} is no finding ({error}): {mend}") from error
-        if made != setting:
-            mend = "give another --out, or delete the file"
-            raise ValueError(f"{file} was made with {made}, and this is {setting}: {mend}")
-        known[key] = line
     return known
 
 

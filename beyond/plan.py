@@ -66,10 +66,6 @@ def billions(module: nn.Module) -> float:
     return sum(p.numel() for p in module.parameters()) / 1e9
 
 
-def listing(items: dict[str, tuple[float, str]]) -> str:
-    return "\n".join(f"  {name:12}{gb:7.1f}   {how}" for name, (gb, how) in items.items())
-
-
 def node(words: str) -> tuple[int, float]:
     match = re.fullmatch(r"([1-9]\d*)x(\d+(?:\.\d+)?)", words)
     if not match:
@@ -164,12 +160,15 @@ def plan(config: Planned) -> tuple[bool, str]:
     frozen = " (frozen)" * (config.lora_rank > 0 or config.freeze_vision in ("rl", "both"))
     saved = need.sums["always"]["optimiser"][0] * (1 if config.lora_rank else gpus)
     fit = (n for n in range(1, 129) if not needs(config, model, n, card).over)
-    sums = (f"{when}, GB per GPU\n{listing(items)}\n\n" for when, items in need.sums.items())
+    sums = ""
+    for when, items in need.sums.items():
+        lines = (f"  {what:12}{gb:7.1f}   {how}\n" for what, (gb, how) in items.items())
+        sums += f"{when}, GB per GPU\n{''.join(lines)}\n"
     report = f"""\
 {config.model} on {gpus} GPUs of {card:g} GB; {0.95 * card:.1f} GB of each are usable
 parameters {N * 1e9:,.0f}, of them vision {vision * 1e9:,.0f}{frozen}
 
-{"".join(sums)}peak, GB per GPU: {", ".join(f"{name} {gb:.1f}" for name, gb in need.peak.items())}
+{sums}peak, GB per GPU: {", ".join(f"{name} {gb:.1f}" for name, gb in need.peak.items())}
 
 disk            {1.5 * saved:.1f} GB a checkpoint x {config.keep + 2} \
 (kept, best, the one being written) + {2 * N:.0f} GB x 3 exports

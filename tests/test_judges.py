@@ -10,9 +10,10 @@ import pytest
 from conftest import IMAGE, SEARCH, TYPO
 from PIL import Image
 
-import beyond.judges
+import beyond.study
 import evaluate
-from beyond.judges import COLUMNS, KINDS, PARTS, Greedy, Job, NoisyJudge, named, shown, study_tables
+from beyond.judges import KINDS, PARTS, NoisyJudge
+from beyond.study import COLUMNS, Greedy, Job, named, shown, study_tables
 from kit.flags import parse
 from kit.perturbations import PERTURBATIONS
 from rewards import BoxJudge, Lambdas, crop, hand_made, judge_input, reward_named
@@ -104,8 +105,8 @@ def test_every_run_of_the_study_is_a_command_and_begins_after_its_start(
 ):
     asked = []
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(beyond.judges, "run_all", lambda jobs, study: asked.extend(jobs))
-    text = beyond.judges.study_judges(tmp_path, quick)
+    monkeypatch.setattr(beyond.study, "run_all", lambda jobs, study: asked.extend(jobs))
+    text = beyond.study.study_judges(tmp_path, quick)
     assert "| **TAPO** | 0 |  |" in text  # nothing has ended: empty cells
     assert len({job.name for job in asked}) == len(asked)
     (tmp_path / "sft").symlink_to(ROOT / "tiny")

@@ -203,11 +203,9 @@ def test_what_each_route_pays_by_hand():
 def test_the_study_is_drawn_from_its_runs(study):
     runs = [finished(study, Job("accuracy", HOME, 0), 0.1)]
     runs += [finished(study, Job("tapo", HOME, seed), 0.7 + seed / 10) for seed in (0, 1)]
-    runs += [finished(study, Job("tapo", HOME, 0, ("--lambda-tool", "0.4")), 0.99)]
-    runs[-1]["routes"]["right crop"] = (0.1, 1.0)  # as if from another start: it does not count
     runs += [finished(study, Job("zero-rl", HOME, 0), 0.0, crop_area=None)]  # it never crops
     table = rewards_table(runs)
-    assert table[HOME]["tapo"]["faithful"] == pytest.approx([0.7, 0.8])  # the sweep stays out
+    assert table[HOME]["tapo"]["faithful"] == pytest.approx([0.7, 0.8])
     assert table[HOME]["start"]["faithful"] == [0.4, 0.4] and list(table) == [HOME]
     text = rewards_markdown({"runs": dict(enumerate(runs)), "table": table}).splitlines()
     assert any(line.startswith("| **TAPO** | 2") and "0.75 (0.70–0.80)" in line for line in text)
