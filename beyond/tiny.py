@@ -48,6 +48,8 @@ def tiny_policy(seed: int) -> Policy:
     torch.manual_seed(seed)
     model = Model(Qwen2_5_VLConfig.from_pretrained(TINY))
     tokenizer, images = AutoTokenizer.from_pretrained(TINY), ImageProcessor.from_pretrained(TINY)
+    for name in ("is_local", "local_files_only"):  # how it was found, which is not to be saved
+        del tokenizer.init_kwargs[name]
     return Policy(model, tokenizer, images, TAGS)
 
 
