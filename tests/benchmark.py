@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import distributions
 from pathlib import Path
 from unittest import mock
 
@@ -45,7 +44,6 @@ from rollout import Rules, begin, encode_prompt, play, speak
 from sandbox import Limits, Observation, Sandbox
 
 K, TURNS, NEW = 8, 3, 16  # rollouts, turns, tokens a turn
-TRL = "1.16.0"  # optional: only --trl needs it
 
 
 def build(hidden: int = 256, layers: int = 2, vocabulary: int | None = None) -> Policy:
@@ -79,12 +77,9 @@ def inputs(policy: Policy, ids: torch.Tensor, pictures: list) -> dict[str, torch
     return dict(input_ids=ids, mm_token_type_ids=kinds, **policy.model_images(pictures))
 
 
-def noise(side: int) -> Image.Image:
-    return Image.effect_noise((side, side), 99).convert("RGB")
-
-
 def picture(visual_tokens: int) -> Image.Image:
-    return noise(int(visual_tokens**0.5) * 16)
+    side = int(visual_tokens**0.5) * 16
+    return Image.effect_noise((side, side), 99).convert("RGB")
 
 
 def question(visual_tokens: int) -> Sample:
@@ -112,7 +107,7 @@ RULES = Rules(turns=TURNS, max_new_tokens=NEW, max_length=8192, patience=60)
 
 
 def ours_play(policy: Policy, sample: Sample, rollouts: int = K) -> list:
-    return play(policy, [sample], rollouts, RULES)[0]
+    return play(policy, [sample], rollouts, RULES)
 
 
 @torch.no_grad()
@@ -143,9 +138,7 @@ def tell(check: str, bound: float | None, at_least: bool = False, **values: floa
     return ok
 
 
-def race(
-    check: str, ours: Callable, baseline: Callable, bound: float, repeats: int, at_most=False
-) -> bool:
+def race(check: str, ours: Callable, baseline: Callable, bound, repeats, at_most=False) -> bool:
     """CPU seconds of both, run in turn, medians; one unmeasured run each comes first."""
     spent: dict[Callable, list[float]] = {ours: [], baseline: []}
     for _ in range(repeats + 1):
@@ -182,11 +175,9 @@ def prefill() -> bool:
 def group(policy: Policy, sample: Sample, length: int) -> list:
     """K one-turn rollouts of 0.4 to 1.6 times `length` tokens."""
     prompt, generator = encode_prompt(policy, sample), torch.Generator().manual_seed(0)
-    trajectories = []
-    for share in torch.linspace(0.4, 1.6, K).tolist():
-        t = begin(sample, prompt)
+    trajectories = [begin(sample, prompt) for _ in range(K)]
+    for t, share in zip(trajectories, torch.linspace(0.4, 1.6, K).tolist()):
         t.act(torch.randint(20, 250, (int(length * share),), generator=generator).tolist())
-        trajectories.append(t)
     return trajectories
 
 
@@ -196,9 +187,8 @@ def padded_logp(policy: Policy, trajectories: list) -> torch.Tensor:
     acted, _ = left_pad([t.acted for t in trajectories], 0, policy.device)
     given = inputs(policy, ids, [p for t in trajectories for p in t.images])
     most = ids.shape[1] - trajectories[0].prompt
-    logits = policy.model(
-        attention_mask=mask, use_cache=False, logits_to_keep=most + 1, **given
-    ).logits[:, :-1]  # fmt: skip
+    given |= dict(attention_mask=mask, use_cache=False, logits_to_keep=most + 1)
+    logits = policy.model(**given).logits[:, :-1]
     logits[..., policy.forbidden] = float("-inf")
     logp = logits.float().log_softmax(-1).gather(-1, ids[:, -most:, None])[..., 0]
     return logp[acted[:, -most:].bool()]
@@ -207,13 +197,8 @@ def padded_logp(policy: Policy, trajectories: list) -> torch.Tensor:
 def learning(visual: int, bound: float, repeats: int) -> bool:
     policy = build()
     trajectories = group(policy, question(visual), 128)
-
-    def ours() -> torch.Tensor:
-        return log_probs(policy, [group_row(policy, list(enumerate(trajectories)))])[0]
-
-    def plain() -> torch.Tensor:
-        return padded_logp(policy, trajectories)
-
+    ours = lambda: log_probs(policy, [group_row(policy, [*enumerate(trajectories)])])[0]  # noqa: E731
+    plain = partial(padded_logp, policy, trajectories)
     with torch.no_grad():
         assert (ours() - plain()).abs().max() < 1e-4, "ours and the baseline disagree"
     check = f"learning row, K 8, prompt {trajectories[0].prompt}, 128 tokens each: padded / ours"
@@ -262,13 +247,11 @@ def generate_overhead() -> bool:
     return race("generate / bare loop, 28 layers", ours, bare, 1.4, 5, at_most=True)
 
 
-# One whole step against TRL
-#
-# Counted on both sides: image processing, the prompt's tokens, K rollouts of a fixed length,
-# rewards, advantages, forward, backward, clipping, AdamW. Pictures lie in memory. For TRL alone,
-# being part of its step: each copy of a prompt and its image is prepared twice (to sample, to
-# score), entropies are computed, the lm head reads every slot (on a CPU), and train() sets up its
-# loop (under 1 %). For neither: building models and trainer, saving. No program is run.
+# One whole step against TRL. Counted on both sides: image processing, the prompt's tokens, rollouts
+# of a fixed length, rewards, advantages, forward, backward, clipping, AdamW. For TRL alone, being
+# part of its step: each copy of a prompt and its image is prepared twice (to sample, to score),
+# entropies are computed, the lm head reads every slot (on a CPU), and train() sets up its loop
+# (under 1 %). For neither: building models and trainer, saving. No program is run.
 
 
 def distinct(completion_ids: list[list[int]]) -> list[float]:
@@ -309,6 +292,8 @@ def trl_trainer(policy: Policy, samples: list[Sample], reward: Callable, new: in
 
 
 def against_trl(visual: int, prompts: int, new: int, bound: float, repeats: int) -> bool:
+    import trl
+
     policy, samples = build(layers=4), [question(visual)] * prompts
     optimizer = torch.optim.AdamW(policy.model.parameters(), 1e-6)
     rules = Rules(turns=1, max_new_tokens=new, max_length=8192)
@@ -341,7 +326,8 @@ def against_trl(visual: int, prompts: int, new: int, bound: float, repeats: int)
         agree()
         what = f"K {K}, {visual} visual tokens, {prompts} x {new} tokens"
         ours = lambda: teach(play(policy, samples, K, rules))  # noqa: E731
-        return race(f"one step, {what}: TRL {TRL} / ours", ours, trainer.train, bound, repeats)
+        check = f"one step, {what}: TRL {trl.__version__} / ours"
+        return race(check, ours, trainer.train, bound, repeats)
 
 
 # The sandbox
@@ -355,17 +341,17 @@ def sandbox_speed() -> bool:
         run(*words)
         spent[what].append(1e3 * (time.perf_counter() - began))
 
-    with Sandbox(image) as first:
-        first.run("")  # the server starts once per training run, not per trajectory
+    Sandbox(image).run("")  # the server starts once per training run, not per trajectory
     for _ in range(40):
         with Sandbox(image) as sandbox:
             timed("start", lambda: sandbox.protection)
             for n in range(4):
                 timed("no-op", sandbox.run, "")
                 timed("crop and save", sandbox.run, f"image.crop(({n},0,200,150)).save('c.png')")
-    medians = {what: statistics.median(spans) for what, spans in spent.items()}
-    return all([tell(f"sandbox: {what}, ms, median", bound, value=medians[what])
-                for what, bound in bounds.items()])  # fmt: skip
+    return all([
+        tell(f"sandbox: {what}, ms, median", bound, value=statistics.median(spent[what]))
+        for what, bound in bounds.items()
+    ])  # fmt: skip
 
 
 def sandbox_limit() -> bool:
@@ -389,8 +375,6 @@ def sandbox_crowd() -> bool:
         began = time.perf_counter()
         list(pool.map(lambda sandbox: [*map(sandbox.run, crops)], crowd[:16]))
         rate = 16 * len(crops) / (time.perf_counter() - began)
-    for sandbox in crowd:
-        sandbox.close()
     tell("sandbox: crops per second, 16 in parallel", None, value=rate)
     return tell("sandbox: 64 workers, GiB, proportional set size", 1.5, value=held / 2**20)
 
@@ -398,15 +382,14 @@ def sandbox_crowd() -> bool:
 def growth() -> None:
     """CPU seconds per trajectory of a 3-turn rollout, as K and the picture grow."""
     policy, sizes = build(), (64, 256, 1024, 4096)
-    print("\nCPU seconds per trajectory, 3 turns\n")
-    print("K \\ visual tokens" + "".join(f"{n:>9}" for n in sizes))
+    print("\nCPU seconds per trajectory, 3 turns\n\nK \\ visual tokens", *(f"{n:8}" for n in sizes))
     for rollouts in (1, 2, 4, 8, 16):
-        print(f"{rollouts:>17}", end="")
+        spent = []
         for size in sizes:
             sample, began = question(size), time.process_time()
             ours_play(policy, sample, rollouts)
-            print(f"{(time.process_time() - began) / rollouts:>9.3f}", end="", flush=True)
-        print()
+            spent.append((time.process_time() - began) / rollouts)
+        print(f"{rollouts:17}", *(f"{seconds:8.3f}" for seconds in spent), flush=True)
 
 
 CHECKS: dict[str, Callable[[], bool]] = {
@@ -433,9 +416,6 @@ def main() -> None:
     parser.add_argument("--trl", action="store_true", help="also a whole step against TRL")
     args = parser.parse_args()
     if args.trl:
-        found = next((package.version for package in distributions(name="trl")), None)
-        if found != TRL:
-            parser.error(f"--trl needs TRL {TRL}, found {found}: pip install trl=={TRL}")
         CHECKS.update(TRL_CHECKS)
     torch.set_num_threads(1)
     rollout.Sandbox, rollout.speak = Eyes, always_code

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import re
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +24,8 @@ KEY = "sk-very-secret"
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch):
     """Nobody sleeps: the seconds of each pause."""
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("JUDGE_API_KEY", f" {KEY}\n")  # it is stripped
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
@@ -50,8 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         server, body = self.server, self.rfile.read(int(self.headers["Content-Length"]))
         with server.lock:
             server.bodies.append(json.loads(body))
-            server.headers.append(self.headers)
-            server.paths.append(self.path)
+            server.heads.append((self.path, self.headers.as_string()))
             play = server.script.pop(0) if len(server.script) > 1 else server.script[0]
         if (play := play(self) if callable(play) else play) is None:
             return
@@ -72,7 +71,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, *script):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.script, self.bodies, self.headers, self.paths = list(script), [], [], []
+        self.script, self.bodies, self.heads = list(script), [], []
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self.lock, self.over = threading.Lock(), threading.Event()
 
@@ -100,8 +99,9 @@ def test_a_question_is_one_plain_request_and_its_value_is_what_the_reader_makes_
     roles = {"system": "Be brief.", "user": "Which?"}
     messages = [{"role": role, "content": said} for role, said in roles.items()]
     whole = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 2048}
-    assert server.bodies == [whole] and server.paths == ["/v1/chat/completions"]
-    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    ((path, headers),) = server.heads
+    assert server.bodies == [whole] and path == "/v1/chat/completions"
+    assert f"authorization: bearer {KEY}\n" in headers.lower()
 
 
 @pytest.mark.parametrize("url, key", [
@@ -147,36 +147,30 @@ def test_a_server_in_trouble_is_asked_again(trouble, pauses):
         assert it.ask("s", "another", str) == "yes"
 
 
-@pytest.mark.parametrize("body, problem", [
+@pytest.mark.parametrize("reply, problem", [
     *((body, "expected a chat completion, got b") for body in (
         b"<html><body>502 Bad Gateway</body></html>", b"", b'{"choices": []}', b'{"choices": null}',
         b'{"choices": [5]}', b'{"error": "model is loading"}', b"[]", b"[" * 100_000, b"\xff\xfe{}",
     )),
     *((says(text), "convert") for text in ("perhaps", "", None)),
     (says("1", "length"), "cut at 77 tokens"),
+    *((error(status, "it holds 9 images"), f"status {status}: .*it holds 9 images")
+      for status in (400, 402, 405, 413, 415, 422)),
+    *((error(400, said), f"status 400: .*{said}") for said in (
+        "this model takes no images", "image not found",
+        "max_tokens or max_completion_tokens is too large: 2048. The context has 1000.",
+    )),
 ])  # fmt: skip
-def test_a_reply_of_no_use_is_named_and_not_asked_again(body, problem):
-    with Server(body) as server:
+def test_what_never_gets_better_is_named_and_asked_once(reply, problem, pauses):
+    with Server(reply) as server:
         it = Chat(server.url, "m", max_tokens=77)
-        assert it.ask("s", "u", float) is None and problem in it.last_problem
-    assert [sent["max_tokens"] for sent in server.bodies] == [77]
+        assert it.ask("s", "u", float) is None and re.search(problem, it.last_problem)
+    assert [sent["max_tokens"] for sent in server.bodies] == [77] and not pauses
 
 
 def test_an_error_of_the_reader_itself_is_not_hidden():
     with Server(says("yes")) as server, pytest.raises(KeyError):
         Chat(server.url, "m").ask("s", "u", lambda text: {}[text])
-
-
-@pytest.mark.parametrize("status, said", [
-    *((status, "this request holds 9 images") for status in (400, 402, 405, 413, 415, 422)),
-    (400, "this model takes no images"), (400, "image not found"),
-    (400, "max_tokens or max_completion_tokens is too large: 2048. The context has 1000."),
-])  # fmt: skip
-def test_what_never_gets_better_is_asked_once(status, said, pauses):
-    with Server(error(status, said)) as server:
-        got, it = ask(server)
-    assert got is None and len(server.bodies) == 1 and not pauses
-    assert it.last_problem.startswith(f"status {status}: ") and said in it.last_problem
 
 
 def test_a_server_that_is_not_there_or_never_answers_is_given_up(pauses):
@@ -260,7 +254,7 @@ def test_a_server_that_echoes_the_key_does_not_make_us_tell_it(status, caplog):
         except RuntimeError:
             told = traceback.format_exc()
     assert "sk-" not in told + caplog.text + repr(it) + it.last_problem + str(server.bodies)
-    assert it.last_problem and server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert it.last_problem and KEY in str(server.heads)
 
 
 def test_of_the_environment_proxies_are_used_but_nothing_of_another_server(monkeypatch):
@@ -269,10 +263,11 @@ def test_of_the_environment_proxies_are_used_but_nothing_of_another_server(monke
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     with Server(says("by proxy")) as proxy, Server(says("direct")) as server:
         monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
-        assert ask(server)[0] == "BY PROXY" and proxy.paths == [f"{server.url}/chat/completions"]
+        assert ask(server)[0] == "BY PROXY"
+        assert [path for path, _ in proxy.heads] == [f"{server.url}/chat/completions"]
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         assert ask(server)[0] == "DIRECT"
-    assert "sk-of-another" not in str(server.headers + proxy.headers)
+    assert "sk-of-another" not in str(server.heads + proxy.heads)
 
 
 # The cache
@@ -281,8 +276,7 @@ def test_a_second_run_asks_nothing_and_the_folder_holds_no_key(tmp_path):
     with Server(says("yes")) as server:
         _, it = ask(server, cache=cache)
         assert it.ask("Be brief.", "Which?", str.upper) == "YES"  # nor does the first
-        assert ask(server, cache=cache, max_tokens=9)[0] == "YES"
-        assert len(server.bodies) == 1
+        assert ask(server, cache=cache, max_tokens=9)[0] == "YES" and len(server.bodies) == 1
         ask(server, "Another?", cache=cache)
         it.ask("Be long.", "Which?", str.upper)
         Chat(server.url, "n", cache=cache).ask("Be brief.", "Which?", str.upper)
@@ -345,10 +339,9 @@ def test_a_question_in_work_is_not_asked_twice():
 
 def test_several_servers_take_turns_and_one_that_is_down_leaves_it_to_the_next():
     with Server(says("a")) as one, Server(says("b")) as two:
-        it = Chat(f"{one.url}, {two.url}/chat/completions", "m", attempts=1)
-        assert [it.ask("s", f"question {i}", str) for i in range(4)] == ["a", "b", "a", "b"]
-        it = Chat(f"http://127.0.0.1:9/v1,{two.url}", "m", attempts=1)
-        assert [it.ask("s", f"question {i}", str) for i in range(3)] == ["b"] * 3
+        for first, got in (one.url, "abab"), ("http://127.0.0.1:9/v1", "bbbb"):
+            it = Chat(f"{first}, {two.url}/chat/completions", "m", attempts=1)
+            assert [it.ask("s", f"question {i}", str) for i in range(4)] == [*got]
 
 
 def test_what_is_known_does_not_wait_for_what_is_asked():
@@ -400,18 +393,15 @@ def test_what_is_no_single_object_is_refused_and_shown(text):
         json_object("<think>" + text + "</think>\nIt is red.")
 
 
-@pytest.mark.parametrize("mode, size, most, got", [
-    ("RGB", (640, 480), 1 << 22, (640, 480)), ("RGBA", (32, 2048), 1 << 22, (32, 2048)),
-    ("L", (4000, 2000), 1 << 22, (2896, 1448)), ("P", (300, 200), 15_000, (150, 100)),
-    ("1", (10, 8), 1 << 22, (40, 32)), ("LA", (1, 1), 1 << 22, (32, 32)),
-    ("CMYK", (27, 60), 1 << 22, (32, 71)), ("L", (6000, 40), 1 << 22, (6000, 40)),
-    ("L", (5000, 20), 1 << 22, (6400, 32)), ("L", (1, 400), 1 << 22, (32, 6400)),
-    ("L", (400, 100), 1 << 10, (64, 32)),
+@pytest.mark.parametrize("mode, size, got, most", [
+    ("RGB", (640, 480), (640, 480), MOST_PIXELS), ("RGBA", (32, 2048), (32, 2048), MOST_PIXELS),
+    ("L", (4000, 2000), (2896, 1448), MOST_PIXELS), ("P", (300, 200), (150, 100), 15_000),
+    ("1", (10, 8), (40, 32), MOST_PIXELS), ("LA", (1, 1), (32, 32), MOST_PIXELS),
+    ("CMYK", (27, 60), (32, 71), MOST_PIXELS), ("L", (6000, 40), (6000, 40), MOST_PIXELS),
+    ("L", (5000, 20), (6400, 32), MOST_PIXELS), ("L", (400, 100), (64, 32), 1 << 10),
 ])  # fmt: skip
-def test_a_picture_of_any_mode_has_not_too_many_pixels_and_no_short_side(mode, size, most, got):
-    """A judge is sent no less than the policy was shown: no side below 28 pixels, and at most
-    --max-pixels of them."""
-    assert MOST_PIXELS == 1 << 22 and min(got) >= 28
+def test_a_picture_of_any_mode_has_not_too_many_pixels_and_no_short_side(mode, size, got, most):
+    """A judge is sent no less than the policy was shown, and at most --max-pixels of it."""
     kind, data = picture_part(Image.new(mode, size), most)["image_url"]["url"].split(",")
     picture = Image.open(io.BytesIO(base64.b64decode(data)))
     assert kind == "data:image/jpeg;base64" and picture.mode == "RGB" and picture.size == got

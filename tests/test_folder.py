@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import LOOK, RULES, SHORT, copied, performed
+from conftest import LOOK, RULES, SHORT, copied, json_lines, performed
 
 import kit.folder
 from kit.flags import knob
@@ -30,19 +30,22 @@ def run_in(folder, keep=1, config=None):
     return Run(folder, config or {}, timeout=60.0, keep=keep)
 
 
-def logged(run, *steps, stage="rl", **more):
+def again(run):
+    """The same run, in another process: the first was killed."""
+    run.log_file.close()
+    return run_in(run.folder)
+
+
+def logged(run, *steps, **more):
     """A line of the log for each step."""
     for step in steps:
-        run.log({"stage": stage, "step": step, "grad_norm": 1.0} | more)
+        run.log({"stage": "rl", "step": step, "grad_norm": 1.0} | more)
 
 
 @pytest.fixture
 def learner(policy):
     learner = copied(policy)
     return learner, torch.optim.AdamW(learner.model.parameters())
-
-
-# --- what is read from a folder ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, text, message", [
@@ -58,40 +61,27 @@ def test_a_run_is_read_where_it_now_lies_or_what_is_damaged_is_told(name, text, 
     (tmp_path / "checkpoint-sft-2").mkdir()
     (tmp_path / "checkpoint-sft-2" / ".metadata").touch()
     a_run = run_in(tmp_path, config={"out": "elsewhere", "steps": 7})
-    a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2")
-    a_run.log_file.close()
     assert read_config(tmp_path, Settings) == Settings(out=str(tmp_path), steps=7)
-    assert run_in(tmp_path).state == a_run.state
+    check_new(tmp_path)  # a run that did nothing may be begun anew
+    a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2")
+    assert again(a_run).state == a_run.state
     (tmp_path / name).unlink() if text is None else (tmp_path / name).write_text(text)
     with pytest.raises((ValueError, OSError), match=message):
         read_config(tmp_path, Settings)
         run_in(tmp_path)
 
 
-def test_a_run_is_not_overwritten(tmp_path):
-    check_new(tmp_path / "new")
-    run_in(tmp_path).log_file.close()
-    check_new(tmp_path)  # nothing was done yet
-    run_in(tmp_path).update(step=1)
-    with pytest.raises(ValueError, match=f"--resume {tmp_path}"):
-        check_new(tmp_path)
-
-
-# --- the log and the clock -----------------------------------------------------------------------
-
-
+# The log and the clock
 def test_a_log_that_ran_ahead_of_its_checkpoint_is_cut_and_one_that_lost_lines_refused(tmp_path):
     a_run = run_in(tmp_path)
     logged(a_run, 1, 2)
     a_run.update(step=2)
     logged(a_run, 3)
-    a_run.log_file.close()
-    again = run_in(tmp_path)
-    assert [line["step"] for line in again.log_lines("rl")] == [1, 2] and again.lines == 2
-    again.log_file.close()
+    a_run = again(a_run)
+    assert [line["step"] for line in a_run.log_lines("rl")] == [1, 2] and a_run.lines == 2
     (tmp_path / "log.jsonl").write_bytes(b"")
     with pytest.raises(ValueError, match="log.jsonl has 0 bytes, but state.json counts on"):
-        run_in(tmp_path)
+        again(a_run)
 
 
 def test_two_runs_never_share_a_folder(tmp_path):
@@ -101,8 +91,7 @@ def test_two_runs_never_share_a_folder(tmp_path):
     with pytest.raises(ValueError, match="another process is training in .*: wait for it"):
         run_in(tmp_path, config={"seed": 7})
     assert (tmp_path / "config.json").read_bytes() == before
-    a_run.log_file.close()  # as a kill does: then the child must not hold it
-    run_in(tmp_path)
+    again(a_run)  # the child must not hold the lock
     child.kill()
     child.wait()
 
@@ -130,11 +119,10 @@ def test_data_that_changed_since_the_run_began_is_refused(tmp_path):
         run.check_data("rl_data", str(where))
     run.check_data("sft_data", "")  # the toy's
     run.update(step=3)
-    run.log_file.close()
     data.write_text('{"a": 1}\n' * 15)
     words = r"--rl-data .*a.jsonl has changed .*: 14 rows \(.*\) then, 15 rows \(.*\) now; put a"
     with pytest.raises(ValueError, match=words):
-        run_in(tmp_path / "run").check_data("rl_data", str(data))
+        again(run).check_data("rl_data", str(data))
 
 
 def test_seconds_are_kept_for_the_step_and_for_the_run(tmp_path):
@@ -143,7 +131,7 @@ def test_seconds_are_kept_for_the_step_and_for_the_run(tmp_path):
         with a_run.phase("act"):
             a_run.spent({"sandbox": 0.25})
         logged(a_run, step)
-    times = [json.loads(line) for line in open(tmp_path / "times.jsonl")]
+    times = json_lines(tmp_path / "times.jsonl")
     assert [(t["step"], t["sandbox"]) for t in times] == [(1, 0.25), (2, 0.25)]
     assert a_run.state["seconds"]["sandbox"] == 0.5 and a_run.state["seconds"]["act"] >= 0
     now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -186,27 +174,23 @@ def test_an_episode_can_be_read(policy, samples, tmp_path):
     (t,) = performed(policy, samples[:1], [[LOOK, SHORT]])
     run_in(tmp_path).write_transcript(7, policy, t.ids, "Reward(1.2)")
     text = (tmp_path / "transcripts" / "step-00007.txt").read_text()
-    for part in (t.sample.question, LOOK, SHORT, "Reward(1.2)"):
-        assert part in text, part
+    assert all(part in text for part in (t.sample.question, LOOK, SHORT, "Reward(1.2)")), text
     assert text.count("<picture>") == 2 and "<|image_pad|>" not in text
 
 
-# --- checkpoints ---------------------------------------------------------------------------------
-
-
+# Checkpoints
 def test_a_half_written_checkpoint_is_never_used(tmp_path, learner):
     a_run = run_in(tmp_path)
     a_run.save(*learner, 2)
     (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
     for part in ("__0_0", "__7_0"):  # eight processes were writing it
         (tmp_path / "checkpoint-sft-4" / f"{part}.distcp").write_bytes(b"half")
-    a_run.log_file.close()
-    again = run_in(tmp_path)
-    assert again.state["checkpoint"] == "checkpoint-sft-2"
-    again.save(*learner, 4)
+    a_run = again(a_run)
+    assert a_run.state["checkpoint"] == "checkpoint-sft-2"
+    a_run.save(*learner, 4)
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-sft-4"]
     assert not (tmp_path / "checkpoint-sft-4" / "__7_0.distcp").exists()
-    again.restore(*learner, "checkpoint-sft-4")
+    a_run.restore(*learner, "checkpoint-sft-4")
 
 
 def test_a_kill_while_state_is_written_leaves_the_old_one(tmp_path, monkeypatch):
@@ -244,8 +228,7 @@ def test_a_checkpoint_gives_back_weights_and_moments_to_the_bit(tmp_path, learne
     optimizer.step()
     fresh = torch.optim.AdamW(policy.model.parameters())
     a_run.restore(policy, fresh, "checkpoint-sft-2")
-    got = training_state(policy, fresh)
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(training_state(policy, fresh), want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("-inf"), 1e30])

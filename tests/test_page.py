@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,7 +20,7 @@ from PIL import Image
 
 import kit.page as module
 from evaluate import EPISODES, write_trajectories
-from kit.page import PAGE_LIMIT, TEMPLATES, picture, report, report_runs, spread
+from kit.page import PAGE_LIMIT, TEMPLATES, report, report_runs, spread
 from rewards import Reward
 from rollout import Trajectory, Turn
 from sandbox import Observation
@@ -77,14 +76,10 @@ class Reader(HTMLParser):
         return [a for t, a in self.tags if t == tag and attributes.items() <= a.items()]
 
 
-def read(page):
-    return Reader(page.read_text())
-
-
 # What is on the page
 def test_each_episode_is_a_film_strip(tmp_path):
     table = [["", "SFT"], ["questions", "3"], ["accuracy", "0.667"]]
-    seen = read(report(keep(tmp_path, *worked_example()), table))
+    seen = Reader(report(keep(tmp_path, *worked_example()), table).read_text())
     cards = seen.all("article")
     assert [[c[f"data-{x}"] for x in ("answer", "look", "kind", "error")] for c in cards] == [
         ["correct", "faithful", "search", "none"],
@@ -112,16 +107,19 @@ def test_a_look_is_marked_good_if_the_question_asks_for_it_and_no_verdict_is_no_
     looks = [((turn(LOOK, GOOD),), (1.0,)), ((turn(LOOK, WRONG),), (0.0,)), ((), ())]
     kept = [episode(*turns, sample=sample, scores=scores, right=right) for turns, scores in looks
             for sample, right in ((SEARCH, 0.0), (NEUTRAL, None))]  # fmt: skip
-    file = report(keep(tmp_path, *kept), [])
-    marks = re.findall("([✓✗]) (faithful|unfaithful|no tool)", file.read_text())
-    assert "".join(mark for mark, _ in marks) == "✓✗✗✗✗✓"
-    answers = [card["data-answer"] for card in read(file).all("article")]
+    text = report(keep(tmp_path, *kept), []).read_text()
+    assert "".join(re.findall("([✓✗]) (?:faithful|unfaithful|no tool)", text)) == "✓✗✗✗✗✓"
+    answers = [card["data-answer"] for card in Reader(text).all("article")]
     assert answers == ["wrong", "no verdict"] * 3
 
 
-def test_no_episodes_make_a_page_that_says_so(tmp_path):
+def test_no_episodes_make_a_page_that_says_so_and_other_lines_are_named(tmp_path):
     assert "0 of 0 episodes" in report(tmp_path, []).read_text()
     assert "0 of 0 episodes" in report(keep(tmp_path), []).read_text()
+    file = keep(tmp_path, GUESSED) / EPISODES
+    file.write_text(file.read_text().replace('"look"', '"was"'))  # as it was written once
+    with pytest.raises(ValueError, match="jsonl, line 1: expected an episode as evaluate.*no look"):
+        report(tmp_path, [])
 
 
 def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_path):
@@ -131,7 +129,7 @@ def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_pa
     keep(tmp_path / "a", one, two, again, three)
     keep(tmp_path / "b", three, other)
     runs = [f"{tmp_path}/{name}" for name in ("a/", "b", "no episodes")]
-    seen = read(report_runs(tmp_path, runs, [["", "a", "b", "no episodes"]]))
+    seen = Reader(report_runs(tmp_path, runs, [["", "a", "b", "no episodes"]]).read_text())
     first, second = seen.all("article")
     assert first["data-answer"] == "correct / wrong" and first["data-error"] == "none / some"
     assert first["data-look"] == "faithful / unfaithful" and first["data-kind"] == "search"
@@ -142,13 +140,6 @@ def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_pa
     keep(tmp_path / "b", two)
     text = report_runs(tmp_path, runs[:2], []).read_text()
     assert "reference" in text and "the second play" not in text
-
-
-def test_a_line_from_before_the_look_was_written_is_named(tmp_path):
-    file = keep(tmp_path, *worked_example()) / EPISODES
-    file.write_text(file.read_text().replace('"look"', '"was"'))
-    with pytest.raises(ValueError, match="jsonl, line 1: expected an episode as evaluate.*no look"):
-        report(tmp_path, [])
 
 
 # Nothing from outside gets in
@@ -174,7 +165,7 @@ def everywhere(words):
 def test_whatever_a_model_or_a_data_set_wrote_is_only_text(tmp_path):
     def shown(*told):
         kept = keep(tmp_path, *map(everywhere, told))
-        return read(report(kept, [["", "SFT"], *([words, words] for words in told)]))
+        return Reader(report(kept, [["", "SFT"], *([words] * 2 for words in told)]).read_text())
 
     calm, seen = shown(*["harmless"] * len(HOSTILE)), shown(*HOSTILE)
     tags = [[(t, *a) for t, a in page.tags if t != "span"] for page in (calm, seen)]
@@ -210,6 +201,8 @@ def test_episodes_with_photographs_stay_under_their_limit(tmp_path, monkeypatch)
     pictures = re.findall('"(data:image/.*?)"', text)
     assert "5 of 5 episodes" in text and len(pictures) == 10
     assert 30_000 < sum(map(len, pictures)) <= 300_000  # the rest is for texts
+    image = Image.open(io.BytesIO(base64.b64decode(pictures[0].split(",")[1])))
+    assert 5 * image.width == 8 * image.height  # it is smaller, and keeps its shape
 
 
 def test_endless_texts_leave_later_episodes_out_and_the_page_says_so(tmp_path, monkeypatch):
@@ -220,15 +213,6 @@ def test_endless_texts_leave_later_episodes_out_and_the_page_says_so(tmp_path, m
     monkeypatch.setattr(module, "PAGE_LIMIT", 90_000)
     keep(tmp_path, *[episode(turn("é" * 15_000))] * 4)
     assert "2 of 4 episodes" in report(tmp_path, []).read_text()
-
-
-@pytest.mark.parametrize("budget", [200_000, 20_000, 4_000])
-def test_a_picture_fits_its_budget_and_keeps_its_shape(budget, tmp_path):
-    NOISE.resize((800, 400)).save(tmp_path / "wide.png")
-    width, height, url = picture(tmp_path / "wide.png", budget)
-    assert (width, height) == (800, 400) and len(url) <= budget
-    image = Image.open(io.BytesIO(base64.b64decode(url.split(",")[1])))
-    assert image.width == 2 * image.height
 
 
 @given(st.text(st.sampled_from("ab1_ .#'\"\n<>&=for"), max_size=60))
@@ -248,8 +232,8 @@ class Browser:
     a zero: it hears them at its file descriptor 3, and answers at 4."""
 
     def __init__(self, profile):
-        command = ["sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 >/dev/null 2>&1', CHROMIUM, *QUIET]
-        command += ["--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
+        command = ["sh", "-c", 'exec timeout 300 "$0" "$@" 3<&0 4>&1 >/dev/null 2>&1', CHROMIUM]
+        command += [*QUIET, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.heard, self.page = self.listen(), {}
         targets = self.do("Target.getTargets")["targetInfos"]
@@ -291,12 +275,9 @@ def browser(tmp_path_factory):
     if CHROMIUM is None:
         pytest.skip("chromium is not installed (apt-get install chromium)")
     it = Browser(tmp_path_factory.mktemp("profile"))
-    with it.process as process:
-        late = threading.Timer(300, process.kill)
-        late.start()
+    with it.process:
         yield it
-        late.cancel()
-        process.terminate()
+        it.process.terminate()
 
 
 PROBE = """(() => {
@@ -307,7 +288,7 @@ result.bar = all("section:first-of-type .bar i", i => box(i).width).slice(0, 5);
 result.colors = all(".bar i", i => style(i).backgroundColor).slice(0, 3);
 result.lines = all("article:first-of-type rect", r => style(r).stroke).slice(0, 6);
 result.words = ["k", "mi", "s1", "c1"].map(name => all(`#t2 pre .${name}`, e => style(e).color)[0]);
-result.filters = all("select", s => [s.name, ...[...s.options].map(option => option.text)]);
+result.filters = all("select", s => [s.name, ...[...s.options].map(o => o.text)].join(" "));
 const press = (key, more = {}, on = document.body) => {
   on.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, ...more}));
   return document.activeElement.id;
@@ -356,10 +337,8 @@ def test_a_browser_shows_the_page_without_cut_text_and_runs_its_one_script(
     assert result["lines"] == [white, black, white, black, white, blue]  # a rim, then the line
     keyword, number, string, comment = result["words"]
     assert len({keyword, number, comment}) == 3 and number == string
-    assert [" ".join(names) for names in result["filters"]] == [
-        "answer all correct wrong", "look all faithful no tool unfaithful",
-        "kind all neutral search", "error all none some",
-    ]  # fmt: skip
+    filters = ["answer all correct wrong", "look all faithful no tool unfaithful"]
+    assert result["filters"] == [*filters, "kind all neutral search", "error all none some"]
     assert result["keys"] == ["t1", "t2", "t3", "t2", "t3", "t3", "t3", "t2"]
     assert result["quiet"] == ["t2"] * 3
     assert result["shown"] == [["t2"], ["t1", "t3"], ["t1"], ["t1", "t3"], ["t1", "t2", "t3"]]

@@ -33,13 +33,6 @@ OBJECTIVES = {
 }
 
 
-class Still(torch.optim.SGD):
-    """An optimiser that changes nothing: gradients stay to be looked at."""
-
-    def __init__(self, policy):
-        super().__init__(policy.model.parameters(), lr=0.0)
-
-
 def text_only(policy, words):
     t = Trajectory(sample=toy_questions(1, seed=words)[0])
     question = "<|im_start|>user\nWhere is it ?<|im_end|>\n<|im_start|>assistant\n"
@@ -134,7 +127,8 @@ def measured(groups, advantage, policy, reference) -> dict:
         if "nothing" in name:  # groups 0 and 2 are constant: both are those of process 0
             pull[torch.isin(pull[:, 0], A[[0, 2], 0])] = 0.0
         ref = reference if objective.beta else None
-        report = learn(policy, Still(policy), groups, pull, ref, objective)
+        still = torch.optim.SGD(policy.model.parameters(), lr=0.0)
+        report = learn(policy, still, groups, pull, ref, objective)
         report["kl"] = report["kl"] or 0.0
         found[name] = report, weights(policy, grad=True)
     rows = rows_of(policy, [t for group in groups for t in group])
@@ -212,13 +206,9 @@ def test_two_unequal_processes_have_the_gradient_of_one(one, two, case):
     assert report_2 == pytest.approx(report, rel=1e-5, abs=1e-7)
     g, g2 = (torch.cat([x.flatten() for x in gs.values()]) for gs in (gradient, gradient_2))
     assert g.norm() > 1e-3 and (g - g2).norm() / g.norm() <= 1e-6
+    assert torch.equal(g, g2) or case != "one micro-batch"  # with one each, to the last bit
     seeing = [name for name in gradient if "visual" in name]
     assert any(gradient_2[name].norm() > 0 for name in seeing)
-
-
-def test_with_one_micro_batch_each_they_agree_to_the_last_bit(one, two):
-    (_, gradient), (_, gradient_2) = one["one micro-batch"], two["one micro-batch"]
-    assert all(torch.equal(g, gradient_2[name]) for name, g in gradient.items())
 
 
 def test_each_process_holds_half_and_the_actor_is_the_policy(two, policy):

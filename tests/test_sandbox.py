@@ -9,10 +9,8 @@ What it does against the policy is in test_sandbox_hostile.py.
 import ast
 import io
 import math
-import subprocess
-import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import cv2
 import numpy as np
@@ -21,7 +19,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import sandbox
 from kit import sandbox_looks
 from kit.sandbox_repair import forbidden_call, parses, repair
 from kit.sandbox_walls import png
@@ -66,127 +63,100 @@ def check(seen, boxes=(), text="", error="", notes=(), red=(), sources=None, siz
     assert sizes in (None, [image.size for image in seen.images])
 
 
+CROP, BOX = "image.crop((0, 0, 99, 99))", dict(boxes=[(0, 0, 99, 99)])
+FAILED = ["sandbox_error"]
+
 # Each case: a program, what it must show; perhaps another in the same sandbox, and so on.
 # fmt: off
 CASES = {
-    "F01 fence": ("```python\ncrop = image.crop((100, 100, 300, 250))\ncrop.save('crop.png')\n```",
-        dict(boxes=[(100, 100, 300, 250)], notes="markdown")),
-    "F02 uniform indentation": (
-        "    w, h = image.size\n    print(w, h)", dict(text="800 600\n", notes="indentation")),
-    "F03 first line at column 0": (
-        "from PIL import Image\n    img = Image.open(image_path)\n    print(img.size)",
-        dict(text="(800, 600)\n", notes="indentation")),
+    "F01 fence": (f"```python\n{CROP}.show()\n```", dict(BOX, notes="markdown")),
+    "F02 uniform indentation": ("    w = 3\n    print(w)", dict(text="3\n", notes="indentation")),
+    "F03 first line at column 0": ("w = 3\n    print(w)", dict(text="3\n", notes="indentation")),
     "F04 tabs and spaces": ("for i in range(2):\n\tx = i * 2\n        print(x)",
         dict(text="0\n2\n", notes="indentation")),
-    "F05 no imports": ("arr = np.array(image)\nedges = cv2.Canny(arr, 100, 200)\n"
-        "print(edges.shape, math.pi > 3, os.path.basename(image_path) != '')",
-        dict(text="(600, 800) True True\n")),
+    "F05 no imports": ("print(np.array(image).shape, cv2.__name__, math.pi > 3, os.sep)",
+        dict(text="(600, 800, 3) cv2 True /\n")),
     "F06 invented absolute path": (
-        "from PIL import Image\nimg = Image.open('/mnt/data/image.jpg')\n"
-        "img.crop((0,0,100,100)).save('/mnt/data/crop.jpg')",
-        dict(boxes=[(0, 0, 100, 100)], notes=("took the input image", "written to crop.jpg"))),
-    "F07 placeholder path with cv2": (
-        "import cv2\nimg = cv2.imread('path_to_image.jpg')\nprint(img.shape)",
+        "Image.open('/mnt/data/image.jpg').crop((0, 0, 99, 99)).save('/mnt/data/crop.jpg')",
+        dict(BOX, notes=("took the input image", "written to crop.jpg"))),
+    "F07 placeholder path with cv2": ("print(cv2.imread('path_to_image.jpg').shape)",
         dict(text="(600, 800, 3)\n", notes="took the input image")),
     "F08 missing directory": (
-        "image.crop((10,10,200,200)).save('outputs/crops/a.png')\nprint('done')",
-        dict(boxes=[(10, 10, 200, 200)], text="done\n", notes="made the folder outputs/crops")),
+        f"{CROP}.save('outputs/crops/a.png')", dict(BOX, notes="made the folder outputs/crops")),
     "F09 reversed corners": ("image.crop((400, 300, 100, 50)).save('c.png')",
         dict(boxes=[(100, 50, 400, 300)], notes="sorted; for x, y, width, height use")),
     "F10 out of range": ("image.crop((600, 400, 1200, 900)).save('c.png')",
         dict(boxes=[(600, 400, 800, 600)], notes="clamped", red=["invalid_coords"])),
-    "F11 floats": ("x1, y1, x2, y2 = 10.6, 20.2, 110.4, 99.9\n"
-        "c = image.crop((x1, y1, x2, y2)); c.save('c.png'); print(c.size)",
-        dict(boxes=[(10, 20, 111, 100)], text="(101, 80)\n", notes="rounded outwards")),
+    "F11 floats": ("image.crop((10.6, 20.2, 110.4, 99.9)).save('c.png')",
+        dict(boxes=[(10, 20, 111, 100)], notes="rounded outwards", sizes=[(101, 80)])),
     "F12 fractions": ("image.crop((0.25, 0.5, 0.75, 1.0)).save('c.png')",
         dict(boxes=[(200, 300, 600, 600)], notes="scaled")),
     "F13 outside": ("image.crop((900, 700, 1000, 800)).save('c.png')",
         dict(error="ValueError: crop box (900, 700, 1000, 800) is empty or outside the 800x600",
-             red=["invalid_coords", "sandbox_error"])),
-    "F14 NaN": ("kept = 7\nb = (float('nan'), 0, 100, 100)\nimage.crop(b).save('c.png')",
-        dict(error="NaN", red=["invalid_coords", "sandbox_error"]),
-        "print(kept)", dict(text="7\n")),
+             red=["invalid_coords", *FAILED])),
+    "F14 NaN": ("kept = 7\nimage.crop((float('nan'), 0, 100, 100)).save('c.png')",
+        dict(error="NaN", red=["invalid_coords", *FAILED]), "print(kept)", dict(text="7\n")),
     "F15 float slice": (
-        "arr = np.array(image)\nh, w = arr.shape[:2]\ncrop = arr[h/4:h/2, w*0.25:w*0.75]\n"
-        "Image.fromarray(crop).save('c.png')", dict(boxes=[(200, 150, 600, 300)], notes="rounded")),
+        "h, w = 600, 800\nImage.fromarray(np.array(image)[h/4:h/2, w*0.25:w*0.75]).save('c.png')",
+        dict(boxes=[(200, 150, 600, 300)], notes="rounded")),
     "F16 negative computed bound": ("arr = cv2.imread(image_path)\ncx, cy = 30, 40\n"
-        "crop = arr[cy-100:cy+100, cx-100:cx+100]\nok = cv2.imwrite('c.png', crop)",
+        "ok = cv2.imwrite('c.png', arr[cy-100:cy+100, cx-100:cx+100])",
         dict(boxes=[(0, 0, 130, 140)], notes=("start -60 set to 0", "start -70 set to 0"))),
-    "F17 image.show": (
-        "crop = image.crop((0, 0, 320, 240))\ncrop.show()", dict(boxes=[(0, 0, 320, 240)])),
-    "F18 plt.show without figure": (
-        "import matplotlib.pyplot as plt\nplt.show()", dict(notes="no figure")),
-    "F19 plt.imshow": (
-        "import matplotlib.pyplot as plt\nplt.figure(figsize=(4,3))\nplt.imshow(image)\n"
-        "plt.axis('off')\nplt.show()", dict(boxes=[None], sources=["figure"], sizes=[(400, 300)]),
+    "F17 image.show": (f"crop = {CROP}\ncrop.show()", BOX),
+    "F18 plt.show without figure": ("plt.show()", dict(notes="no figure")),
+    "F19 plt.imshow": ("plt.figure(figsize=(4, 3))\nplt.imshow(image)\nplt.axis('off')\nplt.show()",
+        dict(boxes=[None], sources=["figure"], sizes=[(400, 300)]),
         "print(plt.get_fignums())", dict(text="[]\n")),
-    "F20 print only": ("g = np.array(image.convert('L'))\nprint('mean', round(float(g.mean()), 1))",
+    "F20 print only": ("print('mean', round(float(np.array(image.convert('L')).mean()), 1))",
         dict(text="mean 118.9\n")),
-    "F21 last expression, image": (
-        "crop = image.crop((100, 100, 400, 400))\ncrop.resize((600, 600))",
-        dict(boxes=[(100, 100, 400, 400)], sizes=[(600, 600)])),
+    "F21 last expression, image": (f"{CROP}.resize((600, 600))", dict(BOX, sizes=[(600, 600)])),
     "F22 last expression, value": ("w, h = image.size\nw * h", dict(text="480000\n")),
-    "F23 return at top level": ("crop = image.crop((0,0,200,200))\ncrop.save('c.png')\nreturn crop",
-        dict(boxes=[(0, 0, 200, 200)])),
-    "F24 input()": (
-        "x = input('Which region? ')\nprint(x)", dict(error="EOFError", red=["sandbox_error"])),
-    "F25 cv2.imshow": ("img = cv2.imread(image_path)\ncv2.imshow('crop', img[50:250, 50:350])\n"
-        "cv2.waitKey(0)\ncv2.destroyAllWindows()", dict(boxes=[(50, 50, 350, 250)])),
-    "F26 nothing shown": ("cropped = image.crop((50, 50, 350, 250))",
-        dict(boxes=[(50, 50, 350, 250)], notes="this is cropped")),
-    "F27 two crops": ("for i, b in enumerate([(0,0,200,200),(200,200,500,500)]):\n"
+    "F23 return at top level": (f"crop = {CROP}\ncrop.save('c.png')\nreturn crop", BOX),
+    "F24 input()": ("print(input('Which region? '))", dict(error="EOFError", red=FAILED)),
+    "F25 cv2.imshow": ("cv2.imshow('crop', cv2.imread(image_path)[:99, :99])\n"
+        "cv2.waitKey(0)\ncv2.destroyAllWindows()", BOX),
+    "F26 nothing shown": (f"cropped = {CROP}", dict(BOX, notes="this is cropped")),
+    "F27 two crops": ("for i, b in enumerate([(0, 0, 200, 200), (200, 200, 500, 500)]):\n"
         "    image.crop(b).save(f'crop_{1-i}.png')",
         dict(boxes=[(0, 0, 200, 200), (200, 200, 500, 500)])),
-    "F28 RGBA as JPEG": ("image.convert('RGBA').save('c.jpg')",
-        dict(boxes=[(0, 0, W, H)], notes="RGB for JPEG", red=["no_op"])),
-    "F29 typographic quotes": (
-        "print(“hello”)\nprint(‘x’)", dict(text="hello\nx\n", notes="typographic")),
+    "F28 RGBA as JPEG": (f"{CROP}.convert('RGBA').save('c.jpg')", dict(BOX, notes="RGB for JPEG")),
+    "F29 typographic quotes": ("print(“a”, ‘b’)", dict(text="a b\n", notes="typographic")),
     "F30 stray fence and word": ("print(1+1)\n```\npython", dict(text="2\n", notes="markdown")),
-    "F31 unfinished last line": (
-        "crop = image.crop((0,0,150,150))\ncrop.save('c.png')\nprint('saved to",
-        dict(boxes=[(0, 0, 150, 150)], notes="left out the unfinished end: \"print('saved to")),
+    "F31 unfinished last line": (f"{CROP}.save('c.png')\nprint('saved to",
+        dict(BOX, notes="left out the unfinished end: \"print('saved to")),
     "F31 three unfinished lines, and four": (
         "print(1)\nf(\n2,\n3", dict(text="1\n", notes="left out the unfinished end"),
-        "print(1)\nf(\n2,\n3,\n4", dict(error="SyntaxError", red=["sandbox_error"])),
-    "F32 exit()": ("image.crop((0,0,99,99)).save('c.png')\nkept = 3\nprint('ok')\nexit()",
-        dict(boxes=[(0, 0, 99, 99)], text="ok\n", notes="exit()"),
-        "print(kept)", dict(text="3\n")),
-    "F33 state": (
-        "import numpy as xx\nbox=(10,10,110,110)\ndef area(b): return (b[2]-b[0])*(b[3]-b[1])", {},
-        "print(area(box), xx.__name__)", dict(text="10000 numpy\n")),
+        "print(1)\nf(\n2,\n3,\n4", dict(error="SyntaxError", red=FAILED)),
+    "F32 exit()": (f"{CROP}.save('c.png')\nkept = 3\nprint('ok')\nexit()",
+        dict(BOX, text="ok\n", notes="exit()"), "print(kept)", dict(text="3\n")),
+    "F33 state": ("import numpy as xx\nside = 10\ndef area(b): return b[2] * side", {},
+        "print(area((0, 0, 4, 3)), xx.__name__)", dict(text="40 numpy\n")),
     "F34 state after an error": (
-        "y = 5\nraise RuntimeError('boom')", dict(error="boom", red=["sandbox_error"]),
+        "y = 5\nraise RuntimeError('boom')", dict(error="boom", red=FAILED),
         "print(y)", dict(text="5\n")),
-    "F35 image overwritten": (
-        "image = Image.open(image_path).rotate(90, expand=True)\nprint('turned')",
+    "F35 image overwritten": ("image = image.rotate(90, expand=True)\nprint('turned')",
         dict(text="turned\n"), "print(image.size)", dict(text="(600, 800)\n")),
-    "F36 save over the input": ("image.crop((0,0,50,50)).save(image_path)",
-        dict(boxes=[(0, 0, 50, 50)], notes="written to image.png"),
-        "print(Image.open(image_path).size)", dict(text="(800, 600)\n")),
+    "F36 save over the input": (  # (which stays as it was: below, for every case)
+        f"{CROP}.save(image_path)", dict(BOX, notes="written to image.png")),
     "F37 saved to a stream": (
-        "import io\nb = io.BytesIO()\nimage.crop((0,0,64,64)).save(b, format='PNG')\n"
-        "print(len(b.getvalue()) > 100)", dict(text="True\n")),
+        f"{CROP}.save(b := io.BytesIO(), format='PNG')\nprint(len(b.getvalue()) > 100)",
+        dict(text="True\n")),
     "F38 percent signs": ("print('%d%% of %s' % (50, 'image'))", dict(text="50% of image\n")),
-    "F39 notebook command": ("!pip install opencv-python\nimport cv2\n"
-        "print(cv2.cvtColor(np.array(image), cv2.COLOR_RGB2GRAY).shape)",
-        dict(text="(600, 800)\n", notes="notebook")),
+    "F39 notebook command": ("!pip install opencv-python\nimport cv2\nprint(1)",
+        dict(text="1\n", notes="notebook")),
     "F40 savefig elsewhere": ("plt.plot([1,2,3])\nplt.savefig('/home/user/plot.png')",
         dict(boxes=[None], sources=["figure"], notes="written to plot.png")),
 
     **{f"{code!r} shows nothing": (code, {})
        for code in ("", "# I only think about it.", "\n\n", "pass", "'a note'")},
-    "an error is one line": ("y = 5\nraise RuntimeError('bo\\nom')",
-        dict(error="RuntimeError: bo om (line 2)", red=["sandbox_error"]),
-        "def f(:", dict(error="SyntaxError: ", red=["sandbox_error"]),
-        "import surely_missing",
-        dict(error="ModuleNotFoundError: No module named 'surely_missing' (line 1)",
-             red=["sandbox_error"])),
+    "an error is one line": (
+        "pass\nraise ValueError('bo\\nom')", dict(error="ValueError: bo om (line 2)", red=FAILED),
+        "def f(:", dict(error="SyntaxError: ", red=FAILED), "import surely_missing",
+        dict(error="ModuleNotFoundError: No module named 'surely_missing' (line 1)", red=FAILED)),
     "a missing file names those that are there": (
-        "image.crop((0, 0, 50, 50)).save('crop_1.png')\nImage.open('crop_2.png')",
-        dict(boxes=[(0, 0, 50, 50)], error="; files here: ['crop_1.png', 'image.png'] (line 2)",
-             red=["sandbox_error"])),
-    "a note is one line": ("image.crop((0, 0, 50, 50)).save('/a\\nb.png')",
-        dict(boxes=[(0, 0, 50, 50)], notes="/a b.png written to a b.png")),
+        f"{CROP}.save('crop_1.png')\nImage.open('crop_2.png')",
+        dict(BOX, error="; files here: ['crop_1.png', 'image.png'] (line 2)", red=FAILED)),
+    "a note is one line": (f"{CROP}.save('/a\\nb.png')", dict(BOX, notes="/a b.png written to a")),
     "text is what was printed, however": (
         "import sys\nprint('a')\nsys.stdout.buffer.write(b'b\\xff')\n"
         "sys.stderr.write('c')\nprint('\\ud800')\nsys.stdout.close()",
@@ -199,11 +169,9 @@ CASES = {
         "image.crop((0, 0, 50, 50)).save('c.png')\nimage.crop((9, 9, 60, 60)).show()\n"
         "image.crop((5, 5, 50, 50)).save('c.png')", dict(boxes=[(9, 9, 60, 60), (5, 5, 50, 50)])),
     "files written without Pillow are found, when they are new": (
-        "b = io.BytesIO()\nimage.crop((0, 0, 40, 30)).save(b, 'PNG')\n"
-        "os.makedirs('sub')\nopen('sub/x.png', 'wb').write(b.getvalue())\n"
-        "open('y.png', 'wb').write(b'junk'); None",
-        dict(boxes=[(0, 0, 40, 30)], notes="no image in 1 files: y.png"),
-        "pass", {}),
+        f"{CROP}.save(b := io.BytesIO(), 'PNG')\nos.makedirs('sub')\n"
+        "open('sub/x.png', 'wb').write(b.getvalue())\nopen('y.png', 'wb').write(b'junk'); None",
+        dict(BOX, notes="no image in 1 files: y.png"), "pass", {}),
     "equal pictures are shown once": (
         "for i in range(3):\n    c = image.crop((i, 0, i + 50, 50))\n    c.show()\n"
         "    c.save(f'{i}.png')", dict(boxes=[(i, 0, i + 50, 50) for i in range(3)])),
@@ -217,8 +185,7 @@ CASES = {
         "plt.plot([1, 2]); None", dict(boxes=[None], sources=["figure"]),
         "plt.plot([1, 2]); plt.savefig('p.png', dpi=150); plt.show()",
         dict(boxes=[None], sources=["figure"])),
-    "display shows any value": (
-        "display(1, image.crop((0, 0, 50, 50)))", dict(text="1\n", boxes=[(0, 0, 50, 50)])),
+    "display shows any value": (f"display(1, {CROP})", dict(BOX, text="1\n")),
     "return inside a block ends the code, functions keep theirs": (
         "def f():\n    return 7\nfor i in range(9):\n    if i == 2:\n"
         "        return f() + i\n    print(i)\nprint('never')", dict(text="0\n1\n9\n")),
@@ -261,10 +228,14 @@ def test_many_crops_in_one_program_are_bounded(box, n):
     ("cv2.imshow('', np.ones((40, 40)))", (255, 255, 255)),
     ("cv2.imwrite('b.png', np.full((64, 64), 3000.0))", (255, 255, 255)),  # clipped, as by OpenCV
     ("Image.new('RGBA', (40, 40), (9, 9, 9, 0))", (255, 255, 255)),
+    ("p.save('p.png', transparency=1)", (255, 255, 255)),  # a hidden colour is hidden
+    ("p.save('p.gif', transparency=1); Image.open('p.gif').show()", (255, 255, 255)),
+    ("p.save('p.gif', transparency=0); Image.open('p.gif').show()", (255, 0, 0)),
     ("np.linspace(0, 1, 1600).reshape(40, 40)", None),  # no picture
 ])  # fmt: skip
 def test_arrays_are_shown_in_the_right_colours(box, code, colour):
     box.run("a = np.zeros((40, 40, 3), np.uint8); a[..., 0] = 255")
+    box.run("p = Image.new('P', (40, 40), 1); p.putpalette([0, 0, 255, 255, 0, 0])")
     assert [i.getpixel((9, 9)) for i in box.run(code).images] == [colour] * (colour is not None)
 
 
@@ -284,17 +255,6 @@ def test_16_bits_are_scaled_however_they_are_shown(box, code):
     (seen,) = box.run(ramp + code).images
     values = np.asarray(seen, dtype=float)
     assert values.mean() == pytest.approx(127.5, abs=0.5) and len(np.unique(values)) == 256
-
-
-@pytest.mark.parametrize("kind", ["png", "gif"])
-def test_a_hidden_colour_is_hidden_at_once_and_when_read_back(box, kind):
-    saved = box.run(
-        "p = Image.new('P', (60, 60), 1); p.putpalette([0, 0, 255, 255, 0, 0])\n"
-        f"p.paste(0, (0, 0, 30, 60)); p.save('p.{kind}', transparency=1)"
-    )
-    again = box.run(f"Image.open('p.{kind}').show()")
-    for seen in saved.images[0], again.images[0]:
-        assert seen.getpixel((10, 30)) == (0, 0, 255) and seen.getpixel((50, 30)) == (255,) * 3
 
 
 def test_orientation_is_applied_and_metadata_is_gone():
@@ -318,17 +278,15 @@ SAME = "; np.array_equal(np.array(Image.open(image_path)), np.array(image))"
     ("len(np.fromfile('image.png', np.uint8)) == len(Path('image.png').read_bytes())", "True"),
     ("shutil.copy('image.png', 'b.bin'); cv2.imread('b.bin').shape", "(600, 800, 3)"),
     ("Path('/mnt/data/a/b').mkdir(parents=True); Path('/mnt/data/a').exists()", "True"),
-    ("os.makedirs('/mnt/t'); open('/mnt/t/n.txt', 'w').write('x'); os.path.exists('/mnt/t/n.txt')",
-     "True"),
-    ("os.makedirs('/mnt/t'); open('/mnt/t/n.txt', 'w').write('x'); sorted(os.listdir('/mnt/t'))",
-     "['image.png', 'n.txt']"),
-    ("os.path.exists('/mnt/data/never.png'), os.path.exists('/etc/passwd')", "(False, True)"),
+    ("os.makedirs('/mnt/t'); open('/mnt/t/n.txt', 'w').write('x')\n"
+     "os.path.exists('/mnt/t/n.txt'), sorted(os.listdir('/mnt/t'))",
+     "(True, ['image.png', 'n.txt'])"),
     ("from IPython.display import display, clear_output\nclear_output()\ndisplay(7)", "7"),
     ("from IPython.core.display import display, SVG, HTML\ndisplay(7, HTML('<b>'))", "7"),
     ("import matplotlib; matplotlib.use('TkAgg'); plt.switch_backend('QtAgg'); plt.ioff()\n"
      "print(plt.get_backend())", "'agg'"),
-    ("os.path.exists('/mnt/data/image_1.jpg'), os.path.exists('img-012.png')", "(True, True)"),
-    ("os.path.exists('chart.png'), Path('image.png').is_file()", "(False, True)"),
+    ("[os.path.exists(p) for p in ('/mnt/data/image_1.jpg', 'img-012.png', '/etc/passwd', "
+     "'/mnt/data/never.png', 'chart.png')]", "[True, True, True, False, False]"),
     ("Image.open('image_12.jpeg').size, Image.open(r'C:\\me\\photo.png').size",
      "((800, 600), (800, 600))"),
     ("Image.new('L', (9, 8)).save(fp='a.png'); shutil.move(src='a.png', dst='b.png')\n"
@@ -337,18 +295,17 @@ SAME = "; np.array_equal(np.array(Image.open(image_path)), np.array(image))"
      "Image.open(fp='d.png').size, len(open(file='d.png', mode='rb').read()) > 9",
      "((9, 8), True)"),
     ("ImageFont.truetype('arial.ttf', 20).size", "20"),
-    ("open('a', 'w').close(); Path('a').unlink(); os.path.exists('a')", "False"),
-    ("os.makedirs('d/e'); open('d/e/f', 'w').close(); shutil.rmtree('d'); 'd' in os.listdir()",
-     "False"),
-    ("open('/tmp/o', 'w').close(); os.remove('/tmp/o'); os.listdir('.')", "['image.png']"),
+    ("os.makedirs('d/e'); open('d/e/f', 'w').close(); shutil.rmtree('d'); Path('a').touch()\n"
+     "Path('a').unlink(); open('/tmp/o', 'w').close(); os.remove('/tmp/o'); os.listdir('.')",
+     "['image.png']"),
     ("Image.new('RGB', (50, 50)).save('image.png'); Image.open('image.png').size", "(50, 50)"),
     ("open('image.png', 'w').write('x'); len(open('image.png').read())", "1"),
     ("open('a', 'w').close(); os.rename('a', 'b'); os.replace('b', 'c'); os.stat('c')[6]", "0"),
     ("open('a', 'w').close(); os.mkdir('o'); shutil.move('a', 'o'); os.listdir('o')", "['a']"),
     ("open('a', 'w').close(); shutil.move('a', '/mnt/data/b'); os.path.isfile('b')", "True"),
     ("shutil.copy('image.png', '/mnt/data/b'); os.path.getsize('b') > 1_000_000", "True"),
-    ("os.listdir('/mnt/data')", "['image.png']"),
-    ("glob.glob('/mnt/data/*.png')", "['/mnt/data/image.png']"),
+    ("os.listdir('/mnt/data') + glob.glob('/mnt/data/*.png')",
+     "['image.png', '/mnt/data/image.png']"),
     ("np.save('/home/me/a.npy', np.ones(3)); float(np.load('/home/me/a.npy').sum())", "3.0"),
     ("a = np.array(image); a[9.5:19.2, -9:5] = 0; bool((a[9:20, :5] == 0).all())", "True"),
     ("image.save('e.bmp'); os.path.getsize('e.bmp') > 1_000_000; None", "None"),
@@ -436,8 +393,6 @@ def test_boxes_survive_chains_of_crops_and_resizes(shared, x, y, w, h, k, data):
 @pytest.mark.parametrize("code, expected", [
     ("c = image.crop((100, 100, 300, 300)).resize((400, 400), Image.LANCZOS)\n"
      "c.crop((100, 100, 300, 300))", (150, 150, 250, 250)),
-    ("image.resize((100, 100), box=(10.5, 20.5, 200, 100))", (10, 20, 200, 100)),
-    ("c = image.crop((8, 8, 408, 308)); c.thumbnail((100, 100)); c", (8, 8, 408, 308)),
     ("image.crop((8, 8, 88, 88)).save('a.jpg', quality=5)", (8, 8, 88, 88)),
     ("ImageOps.fit(image, (60, 60))", (100, 0, 700, 600)),
     ("a = cv2.cvtColor(cv2.imread(image_path), cv2.COLOR_BGR2RGB)\n"
@@ -477,7 +432,6 @@ def steps(draw):
 
 
 @given(anything | st.lists(steps(), max_size=3))
-@example([pil(W, H, 1, 1 << 24)])
 @example([pil(W, H, 1 << 24, 1)])
 @example([pil(W, H, 1 << 14, 1 << 14)])
 @example([pil(W, H, 1 << 14, 1)] * 24)
@@ -514,14 +468,11 @@ SAVED = f"{A}.save('c.png')"
 
 @pytest.mark.parametrize("calls, last", [
     (["image.show()"], ["no_op"]),  # the whole image
-    (["image.resize((400, 300)).show()"], ["no_op"]),
     (["image.crop((0, 0, 800, 590)).show()"], ["no_op"]),  # 98 % of it
     (["image.crop((0, 0, 800, 560)).show()"], []),  # 93 % of it
     ([f"{A}.show()", f"{A}.show()"], ["no_op"]),
-    ([f"{A}.show()", f"{A}.resize((400, 400)).show()"], []),  # larger than before
     ([f"{A}.show()", f"{A}.resize((400, 200)).show()"], []),  # twice as many pixels
     ([f"{A}.show()", f"{A}.resize((280, 280)).show()"], ["no_op"]),  # hardly
-    ([f"{A}.show()", f"{A}.resize((100, 100)).show()"], ["no_op"]),
     ([f"{A}.resize((400, 400)).show()", f"{A}.show()"], ["no_op"]),
     ([f"{A}.show()", f"{A}.rotate(90).show()"], []),  # laid down in another way
     ([f"{A}.rotate(90).show()", f"{A}.rotate(90).resize((220, 220)).show()"], ["no_op"]),
@@ -544,10 +495,8 @@ SAVED = f"{A}.save('c.png')"
     ([f"{SAVED}; print(Image.open('c.png').size)"], []),
     ([SAVED, "Image.open('c.png').crop((0, 0, 50, 50)).show()"], []),
     ([SAVED, "Image.open('c.png').rotate(90).show()"], []),
-    (["Image.open(image_path).show()"], ["no_op"]),  # no scratch of its own
-    (["Image.open('image.png').show()"], ["no_op"]),
+    (["Image.open('image.png').show()"], ["no_op"]),  # no scratch of its own
     (["try: image.crop((900, 0, 950, 50))\nexcept ValueError: pass"], ["invalid_coords"]),
-    (["print(1/0)"], ["sandbox_error"]),
     (["try: print(1/0)\nexcept ZeroDivisionError: print('handled')"], []),
 ])  # fmt: skip
 def test_red_lines(box, calls, last):
@@ -605,7 +554,6 @@ def test_honest_code_is_neither_changed_nor_refused(code):
     ("import os as o\no.kill(1, 9)", "os.kill"),
     ("from os import popen as p\np('ls')", "os.popen"),
     ("from subprocess import run\nrun('ls')", "subprocess.run"),
-    ("import subprocess\nsubprocess.Popen('ls')", "subprocess.Popen"),
     ("def f():\n    return [os.system('ls')]", "os.system"),
     ("os.execv('a', [])", "os.execv"),
     ("import posix\nposix.fork()", "posix.fork"),
@@ -634,22 +582,13 @@ def test_any_text_is_survived(shared, code):
     assert shared.run("print('next')").text == "next\n"
 
 
-def test_the_module_needs_no_torch_and_demonstrates_itself(capsys):
-    lean = [sys.executable, "-c", "import sys, sandbox; sys.exit('torch' in sys.modules)"]
-    assert subprocess.run(lean, cwd=Path(sandbox.__file__).parent).returncode == 0
-    sandbox.main(["1/0"])
-    assert "ZeroDivisionError: division by zero (line 1)" in capsys.readouterr().out
-
-
 def test_the_file_of_the_input_costs_a_small_part_of_what_pillow_takes_for_it():
     """Pillow looks for the best filter of each row even where nothing is to be compressed."""
-    large, file, ours, theirs = picture(1600, 1200), io.BytesIO(), [], []
-    for _ in range(3):
-        parts, spent = seconds_on_a_core(png, large.size, large.tobytes())
-        ours.append(spent)
-        theirs.append(seconds_on_a_core(lambda: large.save(file, "PNG", compress_level=0))[1])
-    assert Image.open(io.BytesIO(b"".join(parts))).tobytes() == large.tobytes()
-    assert min(ours) < min(theirs) / 3, (ours, theirs)
+    large = picture(1600, 1200)
+    ours = partial(png, large.size, large.tobytes())
+    theirs = partial(large.save, io.BytesIO(), "PNG", compress_level=0)
+    ours, theirs = (min(seconds_on_a_core(way)[1] for _ in range(3)) for way in (ours, theirs))
+    assert ours < theirs / 3, (ours, theirs)
 
 
 @pytest.mark.parametrize("size", [
@@ -661,15 +600,3 @@ def test_the_file_of_the_input_is_exact_wherever_its_blocks_of_65535_bytes_end(s
     Image.open(io.BytesIO(file)).verify()  # its checksums
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(file))), pixels)
     assert np.array_equal(cv2.imdecode(np.frombuffer(file, np.uint8), 1)[..., ::-1], pixels)
-
-
-def test_nothing_is_slow():
-    """Seconds on a core of a start, calls that do nothing, and crops; generous, the fastest of
-    three. tests/benchmark.py measures wall time."""
-    spans = []
-    for _ in range(3):
-        with Sandbox(PICTURE) as box:
-            for code in [""] * 20 + ["image.crop((0, 0, 300, 300)).save('c.png')"] * 4:
-                box.run(code)
-            spans.append(int(Path(f"/proc/{box.pid}/schedstat").read_text().split()[0]) / 1e9)
-    assert 0 < min(spans) < 0.6, spans

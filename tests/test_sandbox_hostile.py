@@ -9,7 +9,6 @@ Bounds (50 forks, 3 GiB, 100 MB) keep the tests harmless when the wall under tes
 import errno
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -17,11 +16,13 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import FORKS
 from PIL import Image
 
 import sandbox
@@ -79,13 +80,10 @@ def box():
 def processes() -> set[int]:
     """Every process of our server, whatever it has become: their environment names our folder."""
     found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            continue  # gone meanwhile, or another user's
-        if f"TMPDIR={tempfile.tempdir}".encode() in environment.split(b"\0"):
-            found.add(int(pid))
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # gone meanwhile, or another user's
+            if f"TMPDIR={tempfile.tempdir}".encode() in file.read_bytes().split(b"\0"):
+                found.add(int(file.parent.name))
     return found
 
 
@@ -131,7 +129,7 @@ def survives(code: str, without: str = "", **limits) -> tuple[Observation, bool]
     return seen, after.restarted
 
 
-def check(case: str, error=None, text="", notes=(), blocked=False, killed=False, timed_out=False):
+def check(case: str, error=None, text="", notes=(), killed=False, timed_out=False):
     """It showed this and no more. error, text: what their beginning matches; an error is the code's
     own fault. killed: its worker had to be replaced, which the next call says."""
     code, limits = case if isinstance(case, tuple) else (case, {})
@@ -140,7 +138,7 @@ def check(case: str, error=None, text="", notes=(), blocked=False, killed=False,
     assert re.fullmatch(text, seen.text) and len(seen.notes) == len(notes), seen
     assert all(map(str.__contains__, seen.notes, notes)), seen
     assert seen.red_lines == ["sandbox_error"] * bool(error)
-    assert (seen.blocked, seen.timed_out, restarted) == (blocked, timed_out, killed)
+    assert (seen.blocked, seen.timed_out, restarted) == (False, timed_out, killed)
     assert len(seen.error or "") <= 300 and "\n" not in (seen.error or "")
     return seen
 
@@ -152,14 +150,13 @@ def forged(**fields):
 import json, struct, sys
 frame = sys._getframe()
 while 'request' not in frame.f_locals: frame = frame.f_back
-reply = dict({reply | fields!r}, id=frame.f_locals['request']['id'])
-data = json.dumps(reply).encode()
+data = json.dumps({{'id': frame.f_locals['request']['id']}} | {reply | fields!r}).encode()
 os.write(3, struct.pack('>I', len(data)) + data)
 time.sleep(60)"""
 
 
 ENDLESS = "while True: pass"
-FORKS = """
+BOMB = """
 for i in range(50):
     if os.fork() == 0: time.sleep(20); os._exit(0)"""
 DAEMON = """
@@ -174,31 +171,32 @@ SIGNAL = "os.kill(os.getppid(), 18)"  # SIGCONT
 HALF_A_SECOND = {"seconds": 0.5}
 TIMED_OUT = dict(error="TimeoutError: stopped after 0.5 s", killed=True, timed_out=True)
 
-# Each case: its number and title, the code and perhaps its limits, what it must show.
+# Each case: its number and title, the code and perhaps its limits, what it must show. What the scan
+# would refuse before it runs (test_the_scan_names_what_it_refuses) is hidden from it by `exec`.
 # fmt: off
 CASES = {
     "H01 endless loop": ((ENDLESS, HALF_A_SECOND), TIMED_OUT),
     "H02 sleep": (("time.sleep(60)", HALF_A_SECOND), TIMED_OUT),
     "H03 swallows exceptions": (("""
-t = time.time()
-while time.time() - t < 30:
-    try:
-        while True: pass
+for _ in range(9):
+    try: time.sleep(9)
     except BaseException: pass""", HALF_A_SECOND), TIMED_OUT),
-    "H04 fork bomb": (FORKS, dict(error="Blocked: .*os.fork", blocked=True)),
-    "H04 fork bomb, hidden": (f"exec({FORKS!r})", dict(error="PermissionError")),
-    "H05 daemon": (DAEMON, dict(error="Blocked: .*os.fork", blocked=True)),
-    "H05 daemon, hidden": (f"exec({DAEMON!r})", dict(error="PermissionError")),
+    "H04 fork bomb": (f"exec({BOMB!r})", dict(error="PermissionError")),
+    "H05 daemon": (f"exec({DAEMON!r})", dict(error="PermissionError")),
     "H06 threads": ("import threading\nfor i in range(50):\n"
         "    threading.Thread(target=time.sleep, args=(20,), daemon=True).start()",
         dict(error=".*can't start new thread")),
-    "H07 shell": (SHELL, dict(error="Blocked: .*os.system", blocked=True)),
-    "H07 shell, hidden": (f"exec({SHELL!r})", dict(text=NO_SHELL)),
+    "H07 shell": (f"exec({SHELL!r})", dict(text=NO_SHELL)),
     "H08 shell by getattr": (
         "print(getattr(__import__('o' + 's'), 'sys' + 'tem')('touch OUTSIDE/pwned'))",
         dict(text=NO_SHELL)),
-    "H09 memory bomb": (("a = [np.ones(32 << 20) for _ in range(12)]", {"memory": 1 << 30}),
-                        dict(error=".*MemoryError")),
+    # With 64 MiB each it is let go far, but not beyond.
+    "H09 memory bomb": (("""
+a = []
+try:
+    while len(a) < 48: a.append(np.ones(8 << 20))
+finally: n = len(a); a.clear(); print(6 < n < 16)""", {"memory": 1 << 30}),
+        dict(error=".*MemoryError", text="True\n")),
     "H10 huge file": ("f = open('big.bin', 'wb')\nfor i in range(100): f.write(b'x' * (1 << 20))",
         dict(error=".*File too large")),
     "H11 many files": (MANY_FILES, dict(error=".*(No space left|MB written)")),
@@ -222,17 +220,14 @@ p = os.getppid()
 for f in ('environ', 'mem', 'maps', 'cmdline'):
     try: print('READ', f, len(open(f'/proc/{p}/{f}', 'rb').read(10)))
     except OSError as e: print('no', f)""", dict(text="no environ\nno mem\nno maps\nno cmdline\n")),
-    "H18 signal": (SIGNAL, dict(error="Blocked: .*os.kill", blocked=True)),
-    "H18 signal, hidden": (f"exec({SIGNAL!r})", dict(error="PermissionError")),
+    "H18 signal": (f"exec({SIGNAL!r})", dict(error="PermissionError")),
     "H19 network": ("import socket\nsocket.socket()", dict(error="PermissionError")),
     "H20 writes outside": ("""
-n = 0
-for p in ('OUTSIDE/evil.txt', '../../evil.txt'):
-    try: fd = os.open(p, os.O_CREAT | os.O_WRONLY); n += 1
+for path in ('OUTSIDE/evil.txt', '../../evil.txt'):
+    try: print(os.open(path, os.O_CREAT | os.O_WRONLY))
     except OSError as e: print(type(e).__name__)
-try: os.symlink('/etc/passwd', 'l.png'); n += 1
-except OSError as e: print(type(e).__name__)
-print('wrote', n)""", dict(text="(PermissionError\n){3}wrote 0\n")),
+os.symlink('/etc/passwd', 'l.png')""",
+        dict(text="(PermissionError\n){2}", error="PermissionError")),
     "H21 deletes the input": ("""
 for f in (lambda: getattr(os, 'unlink')(image_path), lambda: os.open(image_path, os.O_WRONLY)):
     try: f(); print('DONE')
@@ -243,11 +238,7 @@ b = b"cos\\nsystem\\n(S'touch OUTSIDE/pwned'\\ntR."
 for fd in range(3, 10):
     try: os.write(fd, struct.pack('>I', len(b)) + b)
     except OSError: pass""", dict(error=".*stopped: ", killed=True)),
-    "H23 forged reply": ("""
-import os, struct, json
-b = json.dumps({'id': 1, 'text': 'FORGED', 'error': None, 'images': [], 'notes': [], 'flags': [],
-                'blocked': False}).encode()
-os.write(3, struct.pack('>I', len(b)) + b)""", dict(error=".*wrong reply", killed=True)),
+    "H23 forged reply": (forged(text="FORGED", id=1), dict(error=".*wrong reply", killed=True)),
     "H23 forged reply, image of strings": (
         forged(images=[{"size": ["30", 30], "source": "crop", "steps": 0}]),
         dict(error=".*wrong image", killed=True)),
@@ -418,14 +409,6 @@ def test_the_worker_stands_still_between_calls(box):
     assert box.run("print(1)").text == "1\n"
 
 
-def test_memory_of_a_flood_stays_below_the_limit():
-    with Sandbox(PICTURE, Limits(memory=1 << 30)) as box:
-        box.run("a = [np.ones(8 << 20) for _ in range(99)]")
-        status = Path(f"/proc/{box.pid}/status").read_text()
-    peak = int(re.search(r"VmHWM:\s+(\d+)", status)[1])
-    assert 400 << 10 < peak < 1 << 20  # kB: it was let go far, but not beyond
-
-
 # ---- when processes die ------------------------------------------------------------------------
 
 
@@ -509,41 +492,34 @@ def test_a_start_is_bounded_while_the_server_hangs_and_others_live(box):
 
 
 def test_a_sandbox_that_is_dropped_is_cleaned_up():
-    files = None
-    for _ in range(3):
+    sandbox_server.the_server()
+    files = descriptors()
+    for _ in range(2):  # the server answers as before
         box = Sandbox(PICTURE)
-        box.run("open('f.txt', 'w').write('x')")
+        assert box.run("print(open('f.txt', 'w').write('x'))").text == "1\n"
         pid = box.pid
         del box
         assert eventually(lambda pid=pid: pid not in processes()) and not remains()
-        files, before = descriptors(), files
-    assert files == before
-    with Sandbox(PICTURE) as box:
-        assert box.run("print(1)").text == "1\n"  # the server answers as before
+        assert descriptors() == files
 
 
-ELSEWHERE = """
-import sys
-none = "sys.path = [path for path in sys.path if not path.endswith('-packages')]"
-exec(none)
-sys.path += [sys.argv[1], sys.argv[2]]
-from kit import sandbox_server
-sandbox_server.DOOR = f"import sys; {none}" + sandbox_server.DOOR
-import sandbox
-from PIL import Image
-with sandbox.Sandbox(Image.new("RGB", (64, 64))) as box:
-    print(box.run("import later, PIL.ImageCms; print(np.ones(3).sum(), later.value)"))
-"""
-
-
-def test_libraries_in_any_folder_of_the_path_are_found(tmp_path):
-    """Where PYTHONPATH names a folder that is not called site-packages, and -I forgets it."""
-    (tmp_path / "later.py").write_text("value = 3.0")
+def test_libraries_in_any_folder_of_the_path_are_found(tmp_path, monkeypatch):
+    """Where PYTHONPATH names a folder that is not called site-packages, and -s forgets it."""
+    (folder := tmp_path / "libraries").mkdir()
+    (folder / "later.py").write_text("value = 3.0")
     for package in Path(np.__file__).parent.parent.iterdir():
-        (tmp_path / package.name).symlink_to(package)
-    command = [sys.executable, "-c", ELSEWHERE, os.path.dirname(sandbox.__file__), tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "text='3.0 3.0\\n'" in done.stdout and "error=None" in done.stdout, done
+        (folder / package.name).symlink_to(package)
+    none = "import sys; sys.path = [path for path in sys.path if not path.endswith('-packages')]"
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    exec(none)
+    monkeypatch.setattr(sandbox_server, "find_spec", PathFinder.find_spec)  # looks along the path
+    monkeypatch.setattr(sandbox_server, "DOOR", none + sandbox_server.DOOR)
+    monkeypatch.setattr(sandbox_server, "_server", None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Sandbox(PICTURE) as box:
+        seen = box.run("import later; print(np.ones(3).sum(), later.value)")
+        sandbox_server._server.process.kill()
+    assert (seen.text, seen.error) == ("3.0 3.0\n", None), seen
 
 
 @contextmanager
@@ -572,27 +548,24 @@ def test_too_slow_a_machine_is_told_apart_from_slow_code():
         assert seen.error.startswith("TimeoutError") and seen.environment is None, seen
 
 
-TRAINER = """
-import sys, tempfile
-sys.path.insert(0, sys.argv[1])
-tempfile.tempdir = sys.argv[2]
-import sandbox
-from kit import sandbox_server
-from PIL import Image
-box = sandbox.Sandbox(Image.new("RGB", (64, 64)))
-box.run("kept = 1")
-print(box.pid, sandbox_server._server.process.pid, flush=True)
-box.run("while True: pass")
-"""
+def trainer(folder: str, pipe) -> None:
+    tempfile.tempdir = folder
+    box = Sandbox(PICTURE)
+    box.run("kept = 1")
+    pipe.send((box.pid, sandbox_server._server.process.pid))
+    box.run(ENDLESS)
 
 
 def test_a_killed_trainer_leaves_nothing(tmp_path):
-    command = [sys.executable, "-c", TRAINER, os.path.dirname(sandbox.__file__), tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        pids = trainer.stdout.readline().split()
-        trainer.kill()
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=trainer, args=(str(tmp_path), theirs))
+    process.start()
+    pids = ours.recv()
+    assert os.listdir(tmp_path)
+    process.kill()
+    process.join()
     assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
-    assert len(pids) == 2 and eventually(lambda: not os.listdir(tmp_path))
+    assert eventually(lambda: not os.listdir(tmp_path))
 
 
 def test_folders_in_use_stay_and_those_of_dead_servers_are_swept(tmp_path, monkeypatch):
@@ -607,64 +580,47 @@ def test_folders_in_use_stay_and_those_of_dead_servers_are_swept(tmp_path, monke
 
 def test_many_trajectories_in_many_threads_do_not_mix():
     """64 trajectories of three calls in 16 threads: each reads back its own secret."""
-    image = Image.new("RGB", (64, 64))
 
     def trajectory(i):
-        with Sandbox(image) as box:
+        with Sandbox(Image.new("RGB", (64, 64))) as box:
             box.run(f"secret = {i}; open('{i}.txt', 'w').write('{i}')")
             image_of_it = box.run("Image.new('RGB', (40, 40), (secret, 0, 0))").images[0]
             seen = box.run("print(secret, sorted(os.listdir('.')))")
             files = f"['{i}.txt', 'image.png']"
             return seen.text == f"{i} {files}\n" and image_of_it.getpixel((0, 0))[0] == i
 
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
+    server, files = sandbox_server.the_server().process.pid, descriptors()
     with ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(trajectory, range(16)))
-        files, memory, server = descriptors(), resident(), sandbox_server._server.process.pid
         assert all(pool.map(trajectory, range(64)))
-    assert descriptors() <= files and resident() - memory < 8 << 20
-    assert sandbox_server._server.process.pid == server
+    assert descriptors() == files
     assert eventually(lambda: processes() == {server}) and not remains()
 
 
 def test_closing_twice_is_fine_even_from_two_threads():
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(8) as pool, Sandbox(PICTURE) as box:
         for _ in range(3):
-            box = Sandbox(PICTURE)
-            box.run("1")
-            files = descriptors()
-            list(pool.map(lambda _, box=box: box.close(), range(8)))
-            assert descriptors() == files - 3  # two sockets and the pidfd
             assert box.run("print(1)").text == "1\n"
-            box.close()
+            files = descriptors()
+            list(pool.map(lambda _: box.close(), range(8)))
+            assert descriptors() == files - 3  # two sockets and the pidfd
 
 
 # ---- which walls stand -------------------------------------------------------------------------
 
 
-def test_protection_names_every_wall(box):
-    assert set(box.protection) == walls.WALLS and "none" not in box.protection.values()
-    box.close()
-    box.walls -= {"files", "calls", "rights", "sizes", "disk"}
-    assert set(box.protection.values()) == {"none", "polled quota"}
-
-
-@pytest.mark.parametrize("name, value, lacks, falls, stands", [
-    ("landlock_abi", lambda: 0, "no Landlock", "files", "calls"),
-    ("MACHINE", "riscv64", "no table of system calls for riscv64", "calls", "files"),
+@pytest.mark.parametrize("name, value, lacks, falls", [
+    ("landlock_abi", lambda: 0, "no Landlock", "files"),
+    ("MACHINE", "riscv64", "no table of system calls for riscv64", "calls"),
 ])  # fmt: skip
-def test_without_what_a_wall_needs_it_refuses_or_says_so(
-    monkeypatch, name, value, lacks, falls, stands
-):
+def test_without_what_it_needs_a_wall_refuses_or_says_so(monkeypatch, name, value, lacks, falls):
     monkeypatch.setattr(walls, name, value)
     with pytest.raises(RuntimeError, match=f"{lacks}.*--allow-weak-sandbox"):
         Sandbox(PICTURE)
     with pytest.warns(UserWarning, match=f"weak sandbox: {lacks}"):
         box = Sandbox(PICTURE, allow_weak=True)
     with box:
-        assert box.protection[falls] == "none" and box.protection[stands] != "none"
+        assert set(box.protection) == walls.WALLS  # each is named, and only this one is "none"
+        assert [wall for wall, what in box.protection.items() if what == "none"] == [falls]
         assert box.run("print(1)").text == "1\n"
 
 
@@ -683,7 +639,9 @@ def test_a_wall_that_does_not_go_up_keeps_the_worker_from_starting(box):
             _ = refused.protection
 
 
-def test_the_self_test_prints_each_wall_and_what_it_stopped(capsys, monkeypatch):
+def test_as_a_script_it_runs_code_or_prints_each_wall_and_what_it_stopped(capsys, monkeypatch):
+    sandbox.main(["1/0"])
+    assert "ZeroDivisionError: division by zero (line 1)" in capsys.readouterr().out
     monkeypatch.setattr(sandbox, "Limits", lambda seconds: Limits(seconds=seconds / 2))
     sandbox.main(["--self-test"])
     out = capsys.readouterr().out
