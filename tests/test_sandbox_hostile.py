@@ -35,15 +35,11 @@ PICTURE = Image.fromarray(np.stack([x % 256, y % 256, (x * y) % 256], axis=2).as
 HASH = "import hashlib; print(hashlib.sha256(open(image_path, 'rb').read()).hexdigest())"
 REFUSING = """
 import os, tempfile
-def refusing(owner, name):
-    function = getattr(owner, name)
-    def either(*args, **options):
-        if os.path.exists(f"FOLDER/{name}"):
-            raise OSError(11, f"{name} refused")
-        return function(*args, **options)
+for owner, name in (os, "fork"), (tempfile, "mkdtemp"):
+    def either(function=getattr(owner, name), name=name, **options):
+        if os.path.exists(f"FOLDER/{name}"): raise OSError(11, f"{name} refused")
+        return function(**options)
     setattr(owner, name, either)
-refusing(os, "fork")
-refusing(tempfile, "mkdtemp")
 serve("""
 
 
@@ -302,8 +298,7 @@ def test_of_a_forged_reply_odd_types_become_text(box):
     assert box.run(forged(error=" ")).error == "Error"
 
 
-# ---- one wall at a time ------------------------------------------------------------------------
-
+# One wall at a time
 # What, the walls that refuse it (any one is enough), code that raises an error if refused.
 # fmt: off
 ROWS = {
@@ -409,9 +404,7 @@ def test_the_worker_stands_still_between_calls(box):
     assert box.run("print(1)").text == "1\n"
 
 
-# ---- when processes die ------------------------------------------------------------------------
-
-
+# When processes die
 @pytest.mark.parametrize("whose, told", [
     ("server", "the sandbox server died"),
     ("worker", "the worker was killed from outside (out of memory?)"),
@@ -605,9 +598,7 @@ def test_closing_twice_is_fine_even_from_two_threads():
             assert descriptors() == files - 3  # two sockets and the pidfd
 
 
-# ---- which walls stand -------------------------------------------------------------------------
-
-
+# Which walls stand
 @pytest.mark.parametrize("name, value, lacks, falls", [
     ("landlock_abi", lambda: 0, "no Landlock", "files"),
     ("MACHINE", "riscv64", "no table of system calls for riscv64", "calls"),
