@@ -293,8 +293,8 @@ SAME = "; np.array_equal(np.array(Image.open(image_path)), np.array(image))"
      "((9, 8), True)"),
     ("ImageFont.truetype('arial.ttf', 20).size", "20"),
     ("os.makedirs('d/e'); open('d/e/f', 'w').close(); shutil.rmtree('d')\n"
-     "open('a', 'w').close(); Path('a').unlink(); open('/tmp/o', 'w').close(); os.remove('/tmp/o')\n"
-     "os.listdir('.')", "['image.png']"),
+     "open('a', 'w').close(); Path('a').unlink()\n"
+     "open('/tmp/o', 'w').close(); os.remove('/tmp/o'); os.listdir('.')", "['image.png']"),
     ("Image.new('RGB', (50, 50)).save('image.png'); Image.open('image.png').size", "(50, 50)"),
     ("open('image.png', 'w').write('x'); len(open('image.png').read())", "1"),
     ("open('a', 'w').close(); os.rename('a', 'b'); os.replace('b', 'c'); os.stat('c')[6]", "0"),
