@@ -186,8 +186,9 @@ def test_a_policy_would_also_take_a_network_like_qwen3_vl(policy, samples):
         rope_parameters=rope,
     )  # fmt: skip
     vision = dict(
-        depth=2, hidden_size=48, intermediate_size=96, out_hidden_size=64, num_heads=2, patch_size=8,
-        num_position_embeddings=64, initializer_range=0.08, deepstack_visual_indexes=[0, 1],
+        depth=2, hidden_size=48, intermediate_size=96, out_hidden_size=64, num_heads=2,
+        patch_size=8, num_position_embeddings=64, deepstack_visual_indexes=[0, 1],
+        initializer_range=0.08,
     )  # fmt: skip
     id_of = policy.tokenizer.convert_tokens_to_ids
     ids = {f"{name}_token_id": id_of(f"<|{name}|>") for name in ("vision_start", "vision_end")}
