@@ -168,11 +168,6 @@ def test_what_never_gets_better_is_named_and_asked_once(reply, problem, pauses):
     assert [sent["max_tokens"] for sent in server.bodies] == [77] and not pauses
 
 
-def test_an_error_of_the_reader_itself_is_not_hidden():
-    with Server(says("yes")) as server, pytest.raises(KeyError):
-        Chat(server.url, "m").ask("s", "u", lambda text: {}[text])
-
-
 def test_a_server_that_is_not_there_or_never_answers_is_given_up(pauses):
     it = Chat("http://127.0.0.1:9/v1", "m")
     assert it.ask("s", "u", str) is None
@@ -271,27 +266,28 @@ def test_of_the_environment_proxies_are_used_but_nothing_of_another_server(monke
 # The cache
 def test_a_second_run_asks_nothing_and_the_folder_holds_no_key(tmp_path):
     cache = tmp_path / "new" / "folder"
+    asked = [("m", "Be brief.", "Which?"), ("n", "Be brief.", "Which?"),
+             ("m", "Be long.", "Which?"), ("m", "Be brief.", "Another?")]  # fmt: skip
     with Server(says("yes")) as server:
-        _, it = ask(server, cache=cache)
-        assert it.ask("Be brief.", "Which?", str.upper) == "YES"  # nor does the first
-        assert ask(server, cache=cache, max_tokens=9)[0] == "YES" and len(server.bodies) == 1
-        ask(server, "Another?", cache=cache)
-        it.ask("Be long.", "Which?", str.upper)
-        Chat(server.url, "n", cache=cache).ask("Be brief.", "Which?", str.upper)
-        assert len(server.bodies) == 4  # another text, prompt or model is another question
+        for limit in (8, 9):  # with another limit it is the same question
+            for model, system, text in asked:
+                it = Chat(server.url, model, cache=cache, max_tokens=limit)
+                assert [it.ask(system, text, str.upper) for _ in range(2)] == ["YES"] * 2
+            assert len(server.bodies) == len(asked)
     (path,) = cache.glob(f"*-{os.getpid()}.jsonl")  # each process has a file of its own
     assert path.read_text().count("YES") == 4 and KEY not in path.read_text()
 
 
-def test_a_value_is_what_json_gives_back_the_first_time_too(tmp_path):
+def test_a_value_is_what_json_gives_back_and_an_error_of_the_reader_is_not_hidden(tmp_path):
     read = lambda text: (0.5, text, None, False)  # noqa: E731
     with Server(says("yes")) as server:
-        for folder in (None, tmp_path, tmp_path):  # the third time it is known
+        for folder in (None, tmp_path, tmp_path):  # the first time, too; the third it is known
             it = Chat(server.url, "m", cache=folder)
             assert [it.ask("s", "u", read) for _ in "12"] == [[0.5, "yes", None, False]] * 2
         assert it.ask("s", "v", lambda text: 0) == 0  # a value, though it counts as false
-        assert it.ask("s", "v", lambda text: 1) == 0
-    assert len(server.bodies) == 3
+        assert it.ask("s", "v", lambda text: 1) == 0 and len(server.bodies) == 3
+        with pytest.raises(KeyError):
+            it.ask("s", "w", lambda text: {}[text])
 
 
 def test_failures_are_not_kept_and_a_line_that_a_kill_cut_is_asked_again(tmp_path):

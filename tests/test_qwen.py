@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ANSWER, LOOK, RULES, SCRIPTS, copied, performed, scripted
-from conftest import worst_difference
+from conftest import ANSWER, LOOK, RULES, SCRIPTS, copied, performed, scripted, worst_difference
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -152,18 +152,8 @@ time.sleep(60)"""
 
 
 ENDLESS = "while True: pass"
-BOMB = """
-for i in range(50):
-    if os.fork() == 0: time.sleep(20); os._exit(0)"""
-DAEMON = """
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0: time.sleep(5); open('late.txt', 'w').write('x')
-    os._exit(0)"""
-SHELL = "print(os.system('touch OUTSIDE/pwned'))"
 NO_SHELL = f"(-1|{127 << 8})\n"  # how os.system reports a shell that could not be started
 MANY_FILES = "for i in range(10): open(f'b{i}.bin', 'wb').write(b'x' * (10 << 20))"
-SIGNAL = "os.kill(os.getppid(), 18)"  # SIGCONT
 HALF_A_SECOND = {"seconds": 0.5}
 TIMED_OUT = dict(error="TimeoutError: stopped after 0.5 s", killed=True, timed_out=True)
 
@@ -174,24 +164,27 @@ CASES = {
     "H01 endless loop": ((ENDLESS, HALF_A_SECOND), TIMED_OUT),
     "H02 sleep": (("time.sleep(60)", HALF_A_SECOND), TIMED_OUT),
     "H03 swallows exceptions": (("""
-for _ in range(9):
+for _ in range(3):
     try: time.sleep(9)
     except BaseException: pass""", HALF_A_SECOND), TIMED_OUT),
-    "H04 fork bomb": (f"exec({BOMB!r})", dict(error="PermissionError")),
-    "H05 daemon": (f"exec({DAEMON!r})", dict(error="PermissionError")),
+    "H04 fork bomb": ("""exec('''
+for i in range(50):
+    if os.fork() == 0: time.sleep(20); os._exit(0)''')""", dict(error="PermissionError")),
+    "H05 daemon": ("""exec('''
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(5); open('late.txt', 'w').write('x')
+    os._exit(0)''')""", dict(error="PermissionError")),
     "H06 threads": ("import threading\nfor i in range(50):\n"
         "    threading.Thread(target=time.sleep, args=(20,), daemon=True).start()",
         dict(error=".*can't start new thread")),
-    "H07 shell": (f"exec({SHELL!r})", dict(text=NO_SHELL)),
+    "H07 shell": ("exec('print(os.system(\"touch OUTSIDE/pwned\"))')", dict(text=NO_SHELL)),
     "H08 shell by getattr": (
         "print(getattr(__import__('o' + 's'), 'sys' + 'tem')('touch OUTSIDE/pwned'))",
         dict(text=NO_SHELL)),
     # With 64 MiB each it is let go far, but not beyond.
-    "H09 memory bomb": (("""
-a = []
-try:
-    while len(a) < 48: a.append(np.ones(8 << 20))
-finally: n = len(a); a.clear(); print(6 < n < 16)""", {"memory": 1 << 30}),
+    "H09 memory bomb": (("a = []\ntry:\n    while len(a) < 48: a.append(np.ones(8 << 20))\n"
+        "finally: n = len(a); a.clear(); print(6 < n < 16)", {"memory": 1 << 30}),
         dict(error=".*MemoryError", text="True\n")),
     "H10 huge file": ("f = open('big.bin', 'wb')\nfor i in range(100): f.write(b'x' * (1 << 20))",
         dict(error=".*File too large")),
@@ -216,7 +209,7 @@ p = os.getppid()
 for f in ('environ', 'mem', 'maps', 'cmdline'):
     try: print('READ', f, len(open(f'/proc/{p}/{f}', 'rb').read(10)))
     except OSError as e: print('no', f)""", dict(text="no environ\nno mem\nno maps\nno cmdline\n")),
-    "H18 signal": (f"exec({SIGNAL!r})", dict(error="PermissionError")),
+    "H18 signal": ("exec('os.kill(os.getppid(), 18)')", dict(error="PermissionError")),  # SIGCONT
     "H19 network": ("import socket\nsocket.socket()", dict(error="PermissionError")),
     "H20 writes outside": ("""
 for path in ('OUTSIDE/evil.txt', '../../evil.txt'):
@@ -462,7 +455,6 @@ def test_a_refused_fork_or_folder_costs_one_start(refusals, what):
         (refusals / what).touch()
         seen = late.run("print(2)")
         assert f"{what} refused" in seen.environment and not seen.red_lines, seen
-        assert live.run("print(kept)").text == "1\n"
         (refusals / what).unlink()
         assert late.run("print(2)").text == "2\n" and live.run("print(kept)").text == "1\n"
     assert not remains()
@@ -617,20 +609,20 @@ def test_without_what_it_needs_a_wall_refuses_or_says_so(monkeypatch, name, valu
 
 def test_a_wall_that_does_not_go_up_keeps_the_worker_from_starting(box):
     """Fail closed: a worker that cannot put up a wall it was asked for never sees code."""
-    with Sandbox(PICTURE, Limits(memory="much")) as refused:
-        seen = refused.run("print(1)")
-        assert seen.environment and not seen.text and not seen.red_lines, seen
-    if "tmpfs" not in box.protection["disk"]:
-        return
-    tiny = 8192 - (1 << 20) - 16 * 800 * 600  # the input image will not fit on this disk
-    with Sandbox(PICTURE, Limits(disk=tiny)) as refused:
-        seen = refused.run("print(1)")
-        assert "No space left" in seen.environment and not seen.text and not seen.red_lines, seen
-        with pytest.raises(OSError, match="No space left"):
-            _ = refused.protection
+    broken = [(Limits(memory="much"), "ended")]
+    if "tmpfs" in box.protection["disk"]:  # on which the input image will not fit
+        broken.append((Limits(disk=8192 - (1 << 20) - 16 * 800 * 600), "No space left"))
+    for limits, why in broken:
+        with Sandbox(PICTURE, limits) as refused:
+            seen = refused.run("print(1)")
+            assert why in seen.environment and not seen.text and not seen.red_lines, seen
+            with pytest.raises((OSError, EOFError)):
+                _ = refused.protection
 
 
 def test_as_a_script_it_runs_code_or_prints_each_wall_and_what_it_stopped(capsys, monkeypatch):
+    lean = [sys.executable, "-c", "import sandbox, sys; sys.exit('torch' in sys.modules)"]
+    assert subprocess.call(lean, cwd=os.path.dirname(sandbox.__file__)) == 0  # it needs no torch
     sandbox.main(["1/0"])
     assert "ZeroDivisionError: division by zero (line 1)" in capsys.readouterr().out
     monkeypatch.setattr(sandbox, "Limits", lambda seconds: Limits(seconds=seconds / 2))
