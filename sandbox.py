@@ -159,7 +159,7 @@ class Sandbox:
                 seen.restarted = self.started
                 self._start()
         except (OSError, EOFError) as problem:
-            seen.environment = f"the sandbox did not start: {problem or 'its worker ended'}"
+            seen.environment = f"the sandbox did not start: {str(problem) or 'its worker ended'}"
         else:
             if seen.restarted:
                 seen.notes.append("restarted: variables and files are gone")

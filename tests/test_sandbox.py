@@ -63,7 +63,7 @@ def check(seen, boxes=(), text="", error="", notes=(), red=(), sources=None, siz
     assert sizes in (None, [image.size for image in seen.images])
 
 
-CROP, BOX = "image.crop((0, 0, 99, 99))", dict(boxes=[(0, 0, 99, 99)])
+CROP, BOX = "image.crop((50, 40, 149, 139))", dict(boxes=[(50, 40, 149, 139)])
 FAILED = ["sandbox_error"]
 
 # Each case: a program, what it must show; perhaps another in the same sandbox, and so on.
@@ -77,7 +77,7 @@ CASES = {
     "F05 no imports": ("print(np.array(image).shape, cv2.__name__, math.pi > 3, os.sep)",
         dict(text="(600, 800, 3) cv2 True /\n")),
     "F06 invented absolute path": (
-        "Image.open('/mnt/data/image.jpg').crop((0, 0, 99, 99)).save('/mnt/data/crop.jpg')",
+        "Image.open('/mnt/data/image.jpg').crop((50, 40, 149, 139)).save('/mnt/data/crop.jpg')",
         dict(BOX, notes=("took the input image", "written to crop.jpg"))),
     "F07 placeholder path with cv2": ("print(cv2.imread('path_to_image.jpg').shape)",
         dict(text="(600, 800, 3)\n", notes="took the input image")),
@@ -113,7 +113,7 @@ CASES = {
     "F22 last expression, value": ("w, h = image.size\nw * h", dict(text="480000\n")),
     "F23 return at top level": (f"crop = {CROP}\ncrop.save('c.png')\nreturn crop", BOX),
     "F24 input()": ("print(input('Which region? '))", dict(error="EOFError", red=FAILED)),
-    "F25 cv2.imshow": ("cv2.imshow('crop', cv2.imread(image_path)[:99, :99])\n"
+    "F25 cv2.imshow": ("cv2.imshow('crop', cv2.imread(image_path)[40:139, 50:149])\n"
         "cv2.waitKey(0)\ncv2.destroyAllWindows()", BOX),
     "F26 nothing shown": (f"cropped = {CROP}", dict(BOX, notes="this is cropped")),
     "F27 two crops": ("for i, b in enumerate([(0, 0, 200, 200), (200, 200, 500, 500)]):\n"
