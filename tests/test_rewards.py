@@ -186,9 +186,11 @@ def looked_at(*boxes, targets=SEARCH.boxes):
     ((), 0.0),
 ])  # fmt: skip
 def test_box_judge_by_hand(boxes, expected):
-    """One target of several is enough: another one, out of view, changes nothing."""
+    """One target of several is enough: another one, out of view, changes nothing. Without any
+    there is no verdict."""
     for other in ((), ((200, 200, 220, 220),)):
         assert BoxJudge()(*looked_at(*boxes, targets=other + SEARCH.boxes)) == expected
+    assert BoxJudge()(*looked_at(*boxes, targets=())) is None
 
 
 def test_nearly_the_whole_image_is_no_crop_even_of_a_large_target():
@@ -215,12 +217,6 @@ sides = st.tuples(*[st.integers(0, 76)] * 2, *[st.integers(120, 256)] * 2)  # ar
 def test_to_tighten_a_crop_around_its_target_never_lowers_its_score(a, b):
     inner = (max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
     assert BoxJudge()(*looked_at(inner)) >= BoxJudge()(*looked_at(a))
-
-
-def test_without_labelled_boxes_there_is_no_verdict_and_an_empty_one_is_refused():
-    assert BoxJudge()(*looked_at(CELL_B2, targets=())) is None
-    with pytest.raises(ValueError, match="x0 < x1"):
-        BoxJudge()(*looked_at(CELL_B2, targets=((9, 9, 9, 20),)))
 
 
 spans = st.sampled_from([*itertools.combinations(range(GRID + 1), 2)])

@@ -344,6 +344,10 @@ def test_measuring_asks_the_examiner_under_the_temperature_of_the_world(
 
 
 def test_demonstrations_are_learnt_or_measured_and_never_both(policy, tmp_path, monkeypatch):
+    def replay_all(policy, demos, rules):  # without a sandbox
+        return [SimpleNamespace(sample=demo.sample, ended="answered") for demo in demos]
+
+    monkeypatch.setattr(train, "replay_all", replay_all)
     monkeypatch.setattr(train, "rows_of", lambda policy, demos: demos)
     toy = begun(tmp_path / "toy", "--sft-demos 20")
     rows, held = train.demonstration_rows(*toy, policy)
