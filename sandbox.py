@@ -178,8 +178,9 @@ class Sandbox:
         self.server, deadline = the_server(), began + self.limits.start
         (self.socket, channel), (self.status, status) = socket.socketpair(), socket.socketpair()
         try:
-            with channel, status:
-                self.server.fork(channel, status)
+            with channel, status, open(os.memfd_create("image"), "wb") as pixels:
+                self.image.save(pixels, "PPM")  # a short head and the pixels, without a copy
+                self.server.fork(channel, status, pixels)
             born = read_json(self.socket, deadline)
             if "failed" in born:
                 raise OSError(born["failed"])
@@ -188,9 +189,6 @@ class Sandbox:
             setup = asdict(self.limits) | {"walls": list(self.walls), "shape": self.image.size}
             self.socket.settimeout(max(deadline - time.monotonic(), 0.01))
             self.socket.sendall(pack(setup))
-            w, h = self.image.size
-            for y in range(0, h, 256):  # in strips, for 8K has 100 MB
-                self.socket.sendall(self.image.crop((0, y, w, min(y + 256, h))).tobytes())
             self._protection = read_json(self.socket, deadline)
             if "failed" in self._protection:
                 raise OSError(self._protection["failed"])

@@ -86,9 +86,10 @@ def repair(code: str) -> tuple[str, list[str]]:
     return (repaired, notes) if parses(repaired) else (code, [])
 
 
-def forbidden_call(tree: ast.AST) -> str | None:
-    """A clear message for honest code. It is easily walked around; the walls hold without it."""
-    names, nodes = {"os": "os"}, [*ast.walk(tree)]
+def forbidden_call(nodes: list[ast.AST]) -> str | None:
+    """A clear message for honest code, of which these are all nodes. It is easily walked around;
+    the walls hold without it."""
+    names = {"os": "os"}
 
     def dotted(node):
         if isinstance(node, ast.Attribute):
@@ -106,16 +107,18 @@ def forbidden_call(tree: ast.AST) -> str | None:
     return None
 
 
-def rewrite(tree: ast.Module) -> ast.Module:
-    """As in a notebook, the last value is shown, and `return` at top level works.
+def rewrite(tree: ast.Module, nodes: list[ast.AST]) -> ast.Module:
+    """Change the tree, of which these are all nodes: as in a notebook, the last value is shown, and
+    `return` at top level works.
 
     The worker provides __display__, __return__, and __parts__, which sees what is cut by slices.
     """
 
     def call(name, value):
-        return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), [value], []), value)
+        function = ast.copy_location(ast.Name(name, ast.Load()), value)
+        return ast.copy_location(ast.Call(function, [value], []), value)
 
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Subscript(slice=ast.Slice() | ast.Tuple(elts=[ast.Slice(), *_])):
                 node.value = call("__parts__", node.value)
@@ -131,4 +134,4 @@ def rewrite(tree: ast.Module) -> ast.Module:
     match tree.body:
         case [*_, ast.Expr(value=value) as last] if not isinstance(value, ast.Constant | ast.Await):
             last.value = call("__display__", value)
-    return ast.fix_missing_locations(tree)
+    return tree

@@ -27,7 +27,9 @@ import time
 from contextlib import suppress
 from importlib.util import find_spec
 from json import dumps, loads  # by name: code that patches json does not reach these
+from typing import BinaryIO
 
+import numpy as np
 from PIL import Image
 
 from kit.sandbox_walls import lock_in
@@ -130,10 +132,11 @@ class Server:
             )
         self.control.settimeout(5.0)
 
-    def fork(self, channel: socket.socket, status: socket.socket) -> None:
-        """Ask for a worker at the other end of `channel`. When it has ended, `status` says how:
-        {"exit": as of os.waitstatus_to_exitcode}. Raises OSError if the server does not listen."""
-        socket.send_fds(self.control, [b"fork"], [channel.fileno(), status.fileno()])
+    def fork(self, channel: socket.socket, status: socket.socket, pixels: BinaryIO) -> None:
+        """Ask for a worker at the other end of `channel`, for the image in this file (PPM). When
+        it has ended, `status` says how: {"exit": as of os.waitstatus_to_exitcode}. Raises OSError
+        if the server does not listen."""
+        socket.send_fds(self.control, [b"fork"], [f.fileno() for f in (channel, status, pixels)])
 
 
 _server: Server | None = None
@@ -169,13 +172,13 @@ def serve(control: socket.socket) -> None:
         if control.fileno() not in events:
             continue
         try:
-            request, descriptors, _, _ = socket.recv_fds(control, 4, 2)
+            request, descriptors, _, _ = socket.recv_fds(control, 4, 3)
         except OSError:
             break
         if not request:
             break
-        channel, status = (socket.socket(fileno=descriptor) for descriptor in descriptors)
-        with channel:
+        channel, status = (socket.socket(fileno=descriptor) for descriptor in descriptors[:2])
+        with channel, open(descriptors[2], "rb") as pixels:
             folder = os.path.join(root, "none")
             try:
                 folder = tempfile.mkdtemp(dir=root)
@@ -187,9 +190,10 @@ def serve(control: socket.socket) -> None:
                 continue
             if pid == 0:
                 os.dup2(channel.fileno(), 3)
-                os.closerange(4, 1024)
+                os.dup2(pixels.fileno(), 4)
+                os.closerange(5, 1024)
                 os.dup2(1, 2)  # /dev/null
-                work(socket.socket(fileno=3), folder, names, me)
+                work(socket.socket(fileno=3), 4, folder, names, me)
             workers[pidfd := os.pidfd_open(pid)] = pid, status
             poll.register(pidfd, select.POLLIN)
     for pidfd in workers:
@@ -197,20 +201,24 @@ def serve(control: socket.socket) -> None:
     remove(root)
 
 
-def work(channel: socket.socket, folder: str, names: dict, parent: int) -> None:
+def work(channel: socket.socket, memory: int, folder: str, names: dict, parent: int) -> None:
     """The life of a worker: take the image, put up the walls, answer until the channel closes."""
     try:
         try:
             channel.sendall(pack({"pid": os.getpid(), "folder": folder}))
             setup, folder = read_json(channel), os.path.realpath(folder)
-            pixels = read(channel, 3 * math.prod(setup["shape"]))
         except (OSError, EOFError):  # the trainer did not wait for this worker
             return os.rmdir(folder)
-        image = Image.frombytes("RGB", tuple(setup["shape"]), pixels)
+        with open(memory, "rb") as file:  # the pixels are its end
+            w, h = setup["shape"]
+            head = os.fstat(memory).st_size - 3 * w * h
+            pixels = np.memmap(file, np.uint8, "r", head, (h, w, 3))
+        image = Image.fromarray(pixels)
         try:
             stand = lock_in(setup, folder, pixels, parent)
         except OSError as problem:
             stand = {"failed": str(problem)}
+        del pixels  # what is mapped counts against the limit of memory
         worker = Worker(setup, folder, names, image)
         channel.sendall(pack(stand))
         while "failed" not in stand:

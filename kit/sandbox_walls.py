@@ -102,20 +102,20 @@ def missing_walls() -> dict[str, str]:
     return missing
 
 
-def lock_in(setup: dict, folder: str, pixels: bytes, parent: int) -> dict[str, str]:
+def lock_in(setup: dict, folder: str, pixels: np.ndarray, parent: int) -> dict[str, str]:
     """Put up the walls, in the one order that works. Returns each wall -> what stands there.
 
-    setup: the limits, which "walls" to put up, the image's size ("shape"). pixels: in RGB. parent:
-    the pid of the server. Raises OSError if a wall does not go up."""
+    setup: the limits, which "walls" to put up, the image's size ("shape"). pixels: [h, w, 3],
+    uint8. parent: the pid of the server. Raises OSError if a wall does not go up."""
     stand = dict.fromkeys(sorted(WALLS), "none")
     written("/proc/self/oom_score_adj", "1000")  # when memory runs out, the trainer goes last
-    size, large = tuple(setup["shape"]), room(setup["shape"])
+    large = room(setup["shape"])
     disk = setup["disk"] + 4 * large + (1 << 20)
     private = "disk" in setup["walls"] and private_disk(folder, disk)
     stand["disk"] = f"private tmpfs, {disk >> 20} MB" if private else "polled quota"
     os.mkdir(f"{folder}/work")
     with open(f"{folder}/image.png", "wb") as file:  # no metadata, and a name that says nothing
-        file.writelines(png(size, pixels))
+        file.writelines(png(pixels))
     os.symlink("../image.png", f"{folder}/work/image.png")  # where code looks; it may replace it
     if "sizes" in setup["walls"]:
         limit_sizes(setup["memory"], setup["file"] + large)
@@ -142,12 +142,13 @@ def room(size: tuple[int, int]) -> int:
     return 4 * size[0] * size[1]
 
 
-def png(size: tuple[int, int], pixels: bytes) -> list[bytes | memoryview]:
-    """The parts of an uncompressed PNG file. Pillow would look for the best filter of each row, in
-    seconds for 8K, and zlib would copy the rows three times. Here each has filter 0, none."""
-    w, h = size
+def png(pixels: np.ndarray) -> list[bytes | memoryview]:
+    """The parts of an uncompressed PNG file of [h, w, 3], uint8. Pillow would look for the best
+    filter of each row, in seconds for 8K, and zlib would copy the rows three times. Here each has
+    filter 0, none."""
+    h, w, _ = pixels.shape
     rows = np.zeros((h, 1 + 3 * w), np.uint8)
-    rows[:, 1:] = np.frombuffer(pixels, np.uint8).reshape(h, 3 * w)
+    rows[:, 1:] = pixels.reshape(h, 3 * w)
     stored, data = memoryview(rows.reshape(-1)), [b"\x78\x01"]
     for at in range(0, len(stored), most := 65_535):  # zlib's blocks that are not compressed
         block = stored[at : at + most]

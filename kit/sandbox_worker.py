@@ -122,14 +122,15 @@ class Worker(Recorder):
     def execute(self, code: str) -> None:
         code, self.notes = repair(code)
         tree = ast.parse(code, "<code>")
-        if call := forbidden_call(tree):
+        nodes = [*ast.walk(tree)]
+        if call := forbidden_call(nodes):
             self.error = f"Blocked: {call}; processes can be neither started nor signalled"
             return
         self.bgr = (self.bgr or "imread" in code) and "2RGB" not in code
         self.names |= {"open": builtins.open, "input": self.input, "__parts__": self.parts}
         self.names |= dict.fromkeys(("display", "__display__"), self.display)
         self.names["__return__"] = self.leave  # see `rewrite`
-        exec(compile(rewrite(tree), "<code>", "exec"), self.names)
+        exec(compile(rewrite(tree, nodes), "<code>", "exec"), self.names)
 
     def collect(self) -> None:
         """Show what the code left behind: open figures, new files, or else its newest image."""

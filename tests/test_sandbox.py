@@ -537,7 +537,7 @@ HONEST = (
 @pytest.mark.parametrize("code", HONEST.split("¦"))
 def test_honest_code_is_neither_changed_nor_refused(code):
     assert repair(code) == (code, [])
-    assert forbidden_call(ast.parse(code)) is None
+    assert forbidden_call([*ast.walk(ast.parse(code))]) is None
 
 
 @pytest.mark.parametrize("code, call", [
@@ -573,7 +573,7 @@ def test_any_text_is_survived(shared, code):
 def test_the_file_of_the_input_costs_a_small_part_of_what_pillow_takes_for_it():
     """Pillow looks for the best filter of each row even where nothing is to be compressed."""
     large = picture(1600, 1200)
-    ours = partial(png, large.size, large.tobytes())
+    ours = partial(png, np.asarray(large))
     theirs = partial(large.save, io.BytesIO(), "PNG", compress_level=0)
     ours, theirs = (min(seconds_on_a_core(way)[1] for _ in range(3)) for way in (ours, theirs))
     assert ours < theirs / 3, (ours, theirs)
@@ -584,7 +584,7 @@ def test_the_file_of_the_input_costs_a_small_part_of_what_pillow_takes_for_it():
 ])  # fmt: skip
 def test_the_file_of_the_input_is_exact_wherever_its_blocks_of_65535_bytes_end(size):
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
-    file = b"".join(png(size, pixels.tobytes()))
+    file = b"".join(png(pixels))
     Image.open(io.BytesIO(file)).verify()  # its checksums
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(file))), pixels)
     assert np.array_equal(cv2.imdecode(np.frombuffer(file, np.uint8), 1)[..., ::-1], pixels)
