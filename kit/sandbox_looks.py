@@ -277,7 +277,9 @@ def is_edit(crop: Image.Image, shown: Image.Image) -> bool:
     true, seen = (np.asarray(i.reduce(factor), np.float32) for i in (crop, shown))
     if min(true.shape[:2]) < WINDOW:
         return False
-    edited, grays = seen @ LUMA, (true @ LUMA, *np.moveaxis(true, 2, 0))  # or of one channel
+    channels = np.moveaxis(true, 2, 0)
+    strong = np.stack([(10 * x - 9 * blur(x)).clip(0, 255) for x in channels], 2)  # sharpened most
+    edited, grays = seen @ LUMA, (true @ LUMA, *channels, strong @ LUMA)
     gray = max(grays, key=lambda gray: correlation(tone(gray, edited), edited))
     toned = tone(gray, edited)
     if edited.std() < max(1, gray.std() / 8) or correlation(toned, edited) < LEAST_CORRELATION:
@@ -286,9 +288,9 @@ def is_edit(crop: Image.Image, shown: Image.Image) -> bool:
         return False
     smooth = np.asarray(crop.reduce(factor).filter(ImageFilter.MedianFilter(3)), np.float32)
     for channel, weight in enumerate((1, 1, 0.5)):  # blue is seen least
-        x, y = true[..., channel], seen[..., channel]
+        x, y = channels[channel], seen[..., channel]
         near, box = blur(x, cross=True), blur(x)
-        features = [*np.moveaxis(true, 2, 0), near, box, blur(box), smooth[..., channel]]
+        features = [*channels, near, box, blur(box), smooth[..., channel], strong[..., channel]]
         features += [tone(x, y), tone(gray, y), (2 * x - box).clip(0, 255)]
         features += [(5 * x - 4 * near).clip(0, 255)]  # sharpened, as is the one before
         stack = np.stack([*features, y], 2)
