@@ -135,11 +135,12 @@ def run_all(jobs: Sequence[Job | Greedy], study: Path) -> None:
     try:
         while waiting or running:
             # Wait for the run whose SFT model this one starts from.
-            ready = [job for job in waiting if job.start not in {*waiting, *running}]
+            ahead = {*waiting, *running}
+            ready = [job for job in waiting if job.start not in ahead]
             for job in ready[: cores - len(running)]:
                 waiting.remove(job)
                 running[job] = begin(job, study)
-            time.sleep(0.1)
+            time.sleep(0.5)
             for job in [job for job in running if running[job].poll() is not None]:
                 code = running.pop(job).returncode
                 bar.update()

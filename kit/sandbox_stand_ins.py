@@ -301,6 +301,10 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
     def _(new, image, size, resample=None, box=None, reducing_gap=None):
         return ["pil", *new.size, resample, *map(float, box or (0, 0, *image.size)), reducing_gap]
 
+    @remembering(Image.Image, "reduce")
+    def _(new, image, factor, box=None):
+        return ["pil", *new.size, Image.BOX, *map(float, box or (0, 0, *image.size)), None]
+
     @remembering(Image.Image, "transform")
     def _(new, image, size, method, data=None, resample=Image.NEAREST, *_, **__):
         if method == Image.EXTENT:
@@ -352,6 +356,7 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
     for owner, names, *repairs in (
         (os.path, "lexists", w.meant),  # glob calls it
         (os, "stat listdir scandir", w.meant),
+        (os, "utime", lambda path: os.stat(path) and path),  # the kernel pretends: see PRETENDED
         (os, "remove unlink rmdir", w.own),
         (os, "rename replace", w.own, w.to_write),
         (shutil, "rmtree", w.own),
@@ -383,11 +388,15 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
             size = (0, 0) if dsize is None else map(int, dsize)
             return ["cv2", *size, float(fx), float(fy), int(interpolation)]
 
-        @remembering(cv2, "warpAffine")
-        def _(new, src, M, dsize, dst=None, flags=1, borderMode=0, *_, **__):
-            m, back = np.array(M, float), cv2.WARP_INVERSE_MAP
-            m = m if flags & back else cv2.invertAffineTransform(m)
-            return ["warp", *size_of(new), *m.ravel().tolist(), flags | back, borderMode]
+        def warped(new, src, M, dsize, dst=None, flags=1, borderMode=0, *_, **__):
+            m, back = np.array([*M, [0, 0, 1]][:3], float), cv2.WARP_INVERSE_MAP
+            m = m if flags & back else np.linalg.inv(m)
+            if abs(m[2, :2]).max() < 1e-9:  # else a perspective
+                m = (m[:2] / m[2, 2]).ravel().tolist()
+                return ["warp", *size_of(new), *m, int(flags) | back, int(borderMode)]
+
+        for name in "warpAffine", "warpPerspective":
+            remembering(cv2, name)(warped)
 
         @instead_of(cv2, "imwrite")
         def _(old, filename, img, *rest, **options):

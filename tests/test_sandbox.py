@@ -297,6 +297,7 @@ SAME = "; np.array_equal(np.array(Image.open(image_path)), np.array(image))"
      "open('/tmp/o', 'w').close(); os.remove('/tmp/o'); os.listdir('.')", "['image.png']"),
     ("Image.new('RGB', (50, 50)).save('image.png'); Image.open('image.png').size", "(50, 50)"),
     ("open('image.png', 'w').write('x'); len(open('image.png').read())", "1"),
+    ("Path('new').touch(); shutil.copy2('new', 'b'); os.path.isfile('b')", "True"),
     ("open('a', 'w').close(); os.rename('a', 'b'); os.replace('b', 'c'); os.stat('c')[6]", "0"),
     ("open('a', 'w').close(); os.mkdir('o'); shutil.move('a', 'o'); os.listdir('o')", "['a']"),
     ("open('a', 'w').close(); shutil.move('a', '/mnt/data/b'); os.path.isfile('b')", "True"),
