@@ -379,23 +379,25 @@ def names_of(perturb: str) -> Sequence[str]:
     return {"all": PERTURBATIONS, "none": ()}.get(perturb, perturb.split(","))
 
 
-def judge_of(options: Options, boxed: bool) -> Judge:
-    """Boxes judge where they are labelled, else the served judge, which also grades open answers
-    where the benchmark asks for that."""
+def judges_of(options: Options, boxed: bool) -> tuple[Judge, Judge | None]:
+    """(the judge, a second one to compare it with, or None). Boxes judge where they are labelled,
+    else the served judge, which also grades open answers where the benchmark asks for that."""
     boxes, bench = BoxJudge() if options.bench == "toy" else HALF, BENCHES.get(options.bench)
-    if boxed or not options.judge_url:
+    if not options.judge_url:
         if bench and bench.judged:
             print(options.bench, "has open answers: without --judge-url, rules grade them")
         if bench and bench.kind == "search" and not boxed:
             print(options.bench, "has no boxes: without --judge-url nobody says what is faithful")
-        return boxes
+        return boxes, None
     how = {"prompt": options.judge_prompt, "cache": options.out / "verdicts"}
     how |= {"max_tokens": options.judge_tokens, "max_pixels": options.max_pixels}
     served = ChatJudge(options.judge_url, options.judge_model, **how)
-    return served if bench.judged or bench.kind == "search" else boxes
+    if boxed:
+        return boxes, served
+    return (served if bench.judged or bench.kind == "search" else boxes), None
 
 
-def studies(options: Options, policy: Policy, rules: Rules, played, paid) -> None:
+def studies(options: Options, policy: Policy, rules: Rules, played, paid, second) -> None:
     """What can be said of the episodes beyond rates: printed as it comes, and kept in studies.json
     beside what earlier calls said about the same evaluation."""
     file, run = options.out / "studies.json", Records(options.out / EPISODES)[0]["run"]
@@ -404,9 +406,9 @@ def studies(options: Options, policy: Policy, rules: Rules, played, paid) -> Non
     kept["tool_use"] = tool_use(played)
     print("", listing(kept["tool_use"]), "", sep="\n")
     names, ablate = names_of(options.perturb), options.ablation
-    if names or ablate:
+    if names or ablate or second:
         evidence = importlib.import_module("beyond.evidence")
-        kept |= evidence.studies(policy, played, paid, rules, options.seed, names, ablate)
+        kept |= evidence.studies(policy, played, paid, rules, options.seed, names, ablate, second)
     file.write_text(json.dumps(kept, indent=2, default=vars), encoding="utf-8")
 
 
@@ -425,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             samples = load_toy(options.limit, options.seed, options.shortcut)
         else:
             samples = load_bench(options.bench, options.data, options.limit)
-        judge = judge_of(options, options.bench == "toy" or bool(samples[0].boxes))
+        judge, second = judges_of(options, options.bench == "toy" or bool(samples[0].boxes))
         policy = actor_of(load_policy(options.model, state.device, options.max_pixels))
 
     started = time.monotonic()
@@ -444,7 +446,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = [f"{part:40} {value:.3f}" for part, value in metrics.get("parts", {}).items()]
     shown = table(stages), listing(rates), metrics["correct_by_faithful"], "\n".join(parts)
     print(*filter(None, shown), sep="\n\n")
-    studies(options, policy, rules, *episodes)
+    studies(options, policy, rules, *episodes, second)
     # Last, since it says to others, such as beyond/study.py, that all has ended.
     (options.out / "summary.json").write_text(json.dumps(summary, indent=2, default=str), "utf-8")
     print(report(options.out, lines(stages)))

@@ -3,15 +3,17 @@ evidence.py: was the tool needed, and was its evidence used? `evaluate.py --abla
 
 Concept     Perturbations ask whether an answer follows the picture. Two further questions: would
             the policy have answered as well without the tool, and how much does what the tool
-            showed raise the probability of the right answer?
-Paper       nothing: the ablation and the values of a call are ours. The table of perturbations is
-            CodeV's, arXiv:2511.19661, Table 6
+            showed raise the probability of the right answer? And do two judges agree on it?
+Paper       nothing: the ablation, the values of a call and the agreement of judges are ours. The
+            table of perturbations is CodeV's, arXiv:2511.19661, Table 6
 In          trajectories, their rewards, the policy that played them
 Out         rates with intervals, printed, and kept in studies.json
 Left out    what a further thought would have made of a crop: the answer follows at once
 Read next   faithfulness.py (rates and perturbations), docs/faithfulness.md (how to read them)
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
@@ -20,15 +22,30 @@ from types import SimpleNamespace
 
 import torch
 
+from beyond.audit import kappa
 from faithfulness import DRAWS, Answers, Rate, is_right, listing, means, perturb, perturbed
 from faithfulness import plain_table, question_of, up_to, waves
 from grpo import Objective, group_row, group_rows, log_probs
 from kit.qwen import Encoded, Policy
-from rewards import Reward
+from rewards import Judge, Lambdas, Reward, tapo
 from rollout import Rules, Trajectory, begin, encode_observation, play_on
 from sandbox import Observation
 
 Played, Paid = Sequence[Trajectory], Sequence[Reward]
+
+
+def agreement(played: Played, first: Paid, second: Paid) -> tuple[Counter, Rate, float | None]:
+    """Two judges on the same calls. Is it a hit (a score of 1)? A table of (first, second), or of
+    None where one of them had no verdict; how often they agree; Cohen's kappa, None if chance alone
+    would always agree. Calls that showed no picture, or crossed a red line, were not judged."""
+    table: Counter[tuple[bool, bool] | None] = Counter()
+    for t, a, b in zip(played, first, second, strict=True):
+        for turn, *pair in zip(t.tool_turns, a.scores, b.scores, strict=True):
+            if turn.observation.images and -1.0 not in pair:
+                table[None if None in pair else (pair[0] >= 1, pair[1] >= 1)] += 1
+    cells = [table[a, b] for a in (True, False) for b in (True, False)]
+    agree, above_chance = Rate(cells[0] + cells[3], sum(cells)), kappa(*cells)
+    return table, agree, None if math.isnan(above_chance) else above_chance
 
 
 def answer_now(policy: Policy, t: Trajectory, i: int) -> Trajectory:
@@ -153,11 +170,16 @@ def perturb_table(study: dict[str, dict[str, dict[str, Rate]]]) -> str:
 
 def studies(
     policy: Policy, played: Played, paid: Paid, rules: Rules,
-    seed: int, names: Sequence[str], ablate: bool,
+    seed: int, names: Sequence[str], ablate: bool, second: Judge | None,
 ) -> dict:  # fmt: skip
     """What `evaluate.py` prints and keeps beside the rates: the perturbations in `names`; whether
-    tools were needed and used, if `ablate`."""
+    tools were needed and used, if `ablate`; how far the judge and a `second` one agree."""
     found: dict = {}
+    if second:
+        theirs = [tapo([t], second, Lambdas(), Random(0))[0] for t in played]
+        cells, *agree = agreement(played, paid, theirs)
+        found["judges"] = dict(zip(("agree", "kappa"), agree))
+        print("boxes and judge agree: {}, kappa {};".format(*agree), dict(cells), end="\n\n")
     if names:
         found["perturb"] = perturb(policy, played, paid, rules, names, seed)
         print(perturb_table(found["perturb"]), end="\n\n")

@@ -23,7 +23,7 @@ from PIL import Image
 
 import evaluate as module
 from data import USUAL_TEXTURE, Sample, toy_questions
-from evaluate import curves, evaluate, judge_of, load_bench, load_toy, main, measure
+from evaluate import curves, evaluate, judges_of, load_bench, load_toy, main, measure
 from evaluate import read_trajectories, table, write_trajectories
 from kit.records import file_of
 from kit.tables import Lazy
@@ -469,26 +469,27 @@ def test_lies_and_ablations_are_printed_and_kept(policy, at_once, tmp_path, monk
         assert told in printed
 
 
-@pytest.mark.parametrize("bench, boxed, url, kind", [
-    ("toy", True, None, BoxJudge),
-    ("vstar", True, None, BoxJudge),
-    ("vstar", True, "http://x/v1", BoxJudge),
-    ("vstar", False, "http://x/v1", ChatJudge),  # its table has no boxes
-    ("vstar", False, None, BoxJudge),
-    ("hrbench8k", False, "http://x/v1", ChatJudge),
-    ("charxiv", False, "http://x/v1", ChatJudge),
-    ("vlmblind", False, "http://x/v1", BoxJudge),
+@pytest.mark.parametrize("bench, boxed, url, kinds", [
+    ("toy", True, None, (BoxJudge, None)),
+    ("vstar", True, None, (BoxJudge, None)),
+    ("vstar", True, "http://x/v1", (BoxJudge, ChatJudge)),
+    ("vstar", False, "http://x/v1", (ChatJudge, None)),  # its table has no boxes
+    ("vstar", False, None, (BoxJudge, None)),
+    ("hrbench8k", False, "http://x/v1", (ChatJudge, None)),
+    ("charxiv", False, "http://x/v1", (ChatJudge, None)),
+    ("vlmblind", False, "http://x/v1", (BoxJudge, None)),
 ])  # fmt: skip
 def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(
-    bench, boxed, url, kind, tmp_path, capsys
+    bench, boxed, url, kinds, tmp_path, capsys
 ):
     flags = dict(judge_url=url, judge_model="m", judge_tokens=99, max_pixels=5_000_000)
-    judge = judge_of(module.Options(model="m", bench=bench, out=tmp_path, **flags), boxed)
-    assert type(judge) is kind
+    judges = judges_of(module.Options(model="m", bench=bench, out=tmp_path, **flags), boxed)
+    assert tuple(judge and type(judge) for judge in judges) == kinds
     told = "nobody says what is faithful" in capsys.readouterr().out
     assert told == ((bench, boxed, url) == ("vstar", False, None))
-    if kind is ChatJudge:
-        assert (judge.options["max_tokens"], judge.max_pixels) == (99, 5_000_000)
-        assert judge.prompt == "evaluation"
-    else:
-        assert judge.visible == (0.9 if bench == "toy" else 0.5)
+    for judge in judges:
+        if isinstance(judge, ChatJudge):
+            assert (judge.options["max_tokens"], judge.max_pixels) == (99, 5_000_000)
+            assert judge.prompt == "evaluation"
+        elif judge:
+            assert judge.visible == (0.9 if bench == "toy" else 0.5)

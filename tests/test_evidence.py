@@ -1,17 +1,54 @@
-"""python -m pytest tests/test_evidence.py      what a call is worth"""
+"""python -m pytest tests/test_evidence.py      two judges; what a call is worth"""
 
 from dataclasses import replace
 
 import pytest
-from conftest import PRINT, RULES, fresh_logp
+from conftest import AGAIN, GOOD, PRINT, PRINTED, RULES, SEARCH, WRONG, fresh_logp
+from hypothesis import given
+from hypothesis import strategies as st
 from test_faithfulness import ASKED, DIRECT, GREEDY, deaf, played, reads, saying, speaking
 
 import beyond.evidence
-from beyond.evidence import ablation, answer_log_probs, answer_now, evidence, without_tools
+from beyond.evidence import (
+    ablation, agreement, answer_log_probs, answer_now, evidence, without_tools,
+)  # fmt: skip
 from data import crop_turn
-from faithfulness import up_to
+from faithfulness import Rate, up_to
+from rewards import Reward, hand_made
 from rollout import encode_observation
 from sandbox import Observation
+
+SHOWN = hand_made(SEARCH, GOOD, answer="x")
+
+
+# Two judges
+def agreed(pairs):
+    """How two judges agree, from what they say of each of some plays with one call."""
+    judged = ([Reward(1.0, None, 0.0, (score,), None) for score in said] for said in zip(*pairs))
+    return agreement([SHOWN] * len(pairs), *judged)
+
+
+def test_kappa_by_hand():
+    """Ten calls. Both yes 4, both no 3, only the first 2, only the second 1: they agree on 0.7,
+    chance on 0.6 * 0.5 + 0.4 * 0.5 = 0.5, so kappa is 0.4."""
+    pairs = [(1.0, 1.0)] * 4 + [(0.0, 0.5)] * 3 + [(1.0, 0.0)] * 2 + [(0.5, 1.0)]
+    table, rate, kappa = agreed(pairs)
+    assert rate == Rate(7, 10) and kappa == pytest.approx(0.4)
+    assert [table[a, b] for a in (True, False) for b in (True, False)] == [4, 2, 1, 3]
+
+
+def test_what_no_judge_saw_is_not_compared_and_what_one_missed_is_counted():
+    t = hand_made(SEARCH, GOOD, PRINTED, AGAIN, WRONG, answer="x")
+    judges = ([Reward(1.0, None, 0.0, (1.0, 0.0, -1.0, last), None)] for last in (None, 0.0))
+    table, rate, kappa = agreement([t], *judges)
+    assert rate == Rate(1, 1) and table[None] == 1 and kappa is None
+
+
+@given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.5, 1.0])] * 2), min_size=1, max_size=12))
+def test_kappa_is_symmetric_at_most_one_and_one_only_in_full_agreement(pairs):
+    _, rate, kappa = agreed(pairs)
+    assert kappa == agreed([pair[::-1] for pair in pairs])[2]
+    assert kappa is None or (kappa == pytest.approx(1)) == (rate.value == 1) and kappa <= 1
 
 
 # Without tools
