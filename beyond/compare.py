@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from evaluate import COLORS, LABELS, MARKERS, lines, table
 from kit.flags import knob, parse, refusals
 from kit.folder import read_json
-from kit.page import report_runs
+from kit.page import report
 
 
 @dataclass(frozen=True)
@@ -61,5 +61,5 @@ def main(argv: list[str]) -> None:
             columns |= {f"{run.rstrip('/')} {stage}": metrics for stage, metrics in stages.items()}
         options.out.mkdir(parents=True, exist_ok=True)
         compare(columns, options.out / "compare.png")
-        page = report_runs(options.out, options.compare, lines(columns), ["compare.png"])
+        page = report(options.out, lines(columns), ["compare.png"], options.compare)
     print(table(columns), options.out / "compare.png", page, sep="\n\n")

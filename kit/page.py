@@ -30,7 +30,6 @@ from pygments.lexers import PythonLexer
 from kit.records import Records
 
 PAGE_LIMIT = 4_500_000  # bytes of episodes on one page; trajectories.jsonl has all of them
-FIELDS = {"sample", "steps", "acted", "answer", "ended", "correct", "look", "failed"}
 
 
 class Play(NamedTuple):
@@ -44,61 +43,45 @@ Names = Sequence[str]
 Table = Sequence[Names]  # rows of texts; the first row is the head
 
 
-def report(folder: Path, table: Table, figures: Names = ()) -> Path:
+def report(folder: Path, table: Table, figures: Names = (), runs: Names = ()) -> Path:
     """Write folder/report.html: the table, the figures, and at most 50 episodes of the folder,
-    evenly spread. `figures` are names of PNG files in the folder.
-
-    Raises Unusable for a line of trajectories.jsonl that is no episode.
-    """
-    episodes = episodes_in(folder)
-    cards = [[Play("", folder, line)] for line in spread(episodes, 50)]
-    return publish(folder, cards, len(episodes), table, figures)
-
-
-def report_runs(folder: Path, runs: Names, table: Table, figures: Names = ()) -> Path:
-    """Write folder/report.html: samples that all runs played, side by side. `runs` are folders. A
-    run without trajectories.jsonl is only in the table. The rest is as in `report`."""
-    lines = {run: found for run in runs if (found := episodes_in(Path(run)))}
-    ids = {run: [line["sample"]["id"] for line in found] for run, found in lines.items()}
-    first, *others = ids.values() or [[]]
-    common = sorted(set(first).intersection(*others), key=first.index)
-    cards = [  # of several plays of a sample, the first
-        [Play(run.rstrip("/"), Path(run), lines[run][ids[run].index(id)]) for run in lines]
-        for id in spread(common, max(1, 50 // len(runs)))
-    ]
-    return publish(folder, cards, len(common), table, figures)
-
-
-def episodes_in(folder: Path) -> Sequence[dict]:
-    """The lines of the folder's trajectories.jsonl; none without that file."""
-
-    def episode(line: dict, folder: Path) -> dict:
-        if missing := FIELDS - set(line):
-            raise ValueError(f"no {', '.join(sorted(missing))}")
-        return line
-
-    path = folder / "trajectories.jsonl"
-    return Records(path, episode) if path.exists() else []
-
-
-def spread(items: Sequence, most: int) -> Sequence:
-    """At most so many of them, from the first on, evenly spread."""
-    return items[:: max(1, math.ceil(len(items) / most))]
-
-
-def publish(folder: Path, cards: Sequence[Card], total: int, table: Table, figures: Names) -> Path:
-    """Fill page.html. `total` is the number of samples that the cards were picked from."""
+    evenly spread; or, of several `runs`, samples that all of them played, side by side. `runs` are
+    folders: one without trajectories.jsonl is only in the table. `figures` are names of PNG files
+    in the folder."""
+    if runs:
+        lines = {run: found for run in runs if (found := episodes_in(Path(run)))}
+        ids = {run: [line["sample"]["id"] for line in found] for run, found in lines.items()}
+        first, *others = ids.values() or [[]]
+        there = sorted(set(first).intersection(*others), key=first.index)
+        cards = [  # of several plays of a sample, the first
+            [Play(run.rstrip("/"), Path(run), lines[run][ids[run].index(id)]) for run in lines]
+            for id in spread(there, max(1, 50 // len(runs)))
+        ]
+    else:
+        there = episodes_in(folder)
+        cards = [[Play("", folder, line)] for line in spread(there, 50)]
     turns = [turn for card in cards for play in card for turn in play.line["steps"]]
     pictures = len(cards) + sum(len(t["observation"]["images"]) for t in turns if t["observation"])
     budget = PAGE_LIMIT * 2 // 3 // max(1, pictures)  # characters; the other third is for texts
     small = partial(picture, budget=budget)
     pngs = {name: picture(folder / name, 200_000) for name in figures}
     text = TEMPLATES.get_template("page.html").render(
-        cards=cards, total=total, table=table, figures=pngs, picture=small, that_fit=that_fit
+        cards=cards, total=len(there), table=table, figures=pngs, picture=small, that_fit=that_fit
     )
     # A model may write half of a surrogate pair, which UTF-8 cannot hold.
     (folder / "report.html").write_text(text.lstrip(), encoding="utf-8", errors="backslashreplace")
     return folder / "report.html"
+
+
+def episodes_in(folder: Path) -> Sequence[dict]:
+    """The lines of the folder's trajectories.jsonl; none without that file."""
+    path = folder / "trajectories.jsonl"
+    return Records(path) if path.exists() else []
+
+
+def spread(items: Sequence, most: int) -> Sequence:
+    """At most so many of them, from the first on, evenly spread."""
+    return items[:: max(1, math.ceil(len(items) / most))]
 
 
 def that_fit(write: Callable[[int, Card], str], cards: Sequence[Card]) -> list[str]:
@@ -128,10 +111,6 @@ def picture(path: Path, budget: int) -> Picture:
     return Picture(width, height, url)
 
 
-def sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
 LOADER = jinja2.FileSystemLoader(Path(__file__).parent)
 STRICT = dict(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 # Escaped: whatever a model or a data set wrote is text, never markup.
@@ -140,7 +119,7 @@ TEMPLATES = jinja2.Environment(loader=LOADER, autoescape=True, **STRICT)
 TEMPLATES.filters |= {
     # Code as escaped HTML: each word in a span whose class page.html gives a colour to.
     "python": partial(highlight, lexer=PythonLexer(), formatter=HtmlFormatter(nowrap=True)),
-    "sha256": sha256,
+    "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
     "split_at_code": re.compile("<code>(.*?)(?:</code>|$)", re.DOTALL).split,
     "split_at_tags": re.compile("(</?(?:think|answer)>)").split,
 }

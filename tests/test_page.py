@@ -20,7 +20,7 @@ from PIL import Image
 
 import kit.page as module
 from evaluate import EPISODES, write_trajectories
-from kit.page import PAGE_LIMIT, TEMPLATES, report, report_runs, spread
+from kit.page import PAGE_LIMIT, TEMPLATES, report, spread
 from rewards import Reward
 from rollout import Trajectory, Turn
 from sandbox import Observation
@@ -129,7 +129,7 @@ def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_pa
     keep(tmp_path / "a", one, two, again, three)
     keep(tmp_path / "b", three, other)
     runs = [f"{tmp_path}/{name}" for name in ("a/", "b", "no episodes")]
-    seen = Reader(report_runs(tmp_path, runs, [["", "a", "b", "no episodes"]]).read_text())
+    seen = Reader(report(tmp_path, [["", "a", "b", "no episodes"]], runs=runs).read_text())
     first, second = seen.all("article")
     assert first["data-answer"] == "correct / wrong" and first["data-error"] == "none / some"
     assert first["data-look"] == "faithful / unfaithful" and first["data-kind"] == "search"
@@ -138,7 +138,7 @@ def test_runs_stand_side_by_side_with_the_samples_that_all_of_them_played(tmp_pa
     assert seen.text.count(f"{tmp_path}/a ·") == 2 and "2 of 2 episodes" in seen.text
     assert "no episodes" in seen.text and f"{tmp_path}/no episodes" not in seen.text
     keep(tmp_path / "b", two)
-    text = report_runs(tmp_path, runs[:2], []).read_text()
+    text = report(tmp_path, [], runs=runs[:2]).read_text()
     assert "reference" in text and "the second play" not in text
 
 
@@ -187,7 +187,7 @@ def test_the_page_loads_nothing_and_may_load_nothing(tmp_path):
     (policy,) = seen.all("meta", **{"http-equiv": "Content-Security-Policy"})
     assert policy["content"].startswith("default-src 'none'; img-src data:;")
     script = re.search("<script>(.*)</script>", raw, re.DOTALL)[1]
-    assert f"script-src 'sha256-{module.sha256(script)}'" in policy["content"]
+    assert f"script-src 'sha256-{TEMPLATES.filters['sha256'](script)}'" in policy["content"]
 
 
 # Sizes
@@ -351,7 +351,7 @@ def test_runs_stand_side_by_side_on_a_screen_and_below_each_other_on_a_phone(bro
         keep(Path(run), *worked_example())
     Image.new("RGB", (960, 400), "white").save(tmp_path / "compare.png")
     table = [["", *(f"{run} toy" for run in runs)], ["questions", "3", "3"]]
-    page = report_runs(tmp_path, runs, table, ["compare.png"])
+    page = report(tmp_path, table, ["compare.png"], runs)
     places = "[...document.querySelectorAll('{}')].map(e => e.getBoundingClientRect().{})"
     for width, beside in ((1280, True), (390, False)):
         browser.show(page, width)
