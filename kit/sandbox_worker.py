@@ -91,7 +91,6 @@ class Worker(Recorder):
             except BaseException as problem:  # on purpose: what code raises is its result
                 self.reset()  # it may have replaced what describes it
                 self.error = self.error or self.describe(problem)
-        self.reset()
         for count, what in (self.more, "images"), (self.output.lost, "bytes of output"):
             if count:
                 self.note(f"{count} more {what} not shown")
