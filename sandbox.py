@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class View(NamedTuple):
     reloaded: bool = False  # from a file of the code's own, as it was
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager):
     """One trajectory: a worker that starts at the first `run` and is gone after `close`.
 
     Variables, functions and imports persist from call to call. A Sandbox belongs to one thread
@@ -125,9 +125,6 @@ class Sandbox:
         whole = View((0, 0, *self.image.size), "crop", UPRIGHT, math.prod(self.image.size), b"")
         self.views, self.closing = [whole], threading.Lock()  # what has been shown so far
         self.started = self.lost = False  # lost: did a failure of ours take variables and files?
-
-    def __enter__(self) -> "Sandbox":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -174,8 +171,8 @@ class Sandbox:
 
     def _start(self) -> None:
         """Have the server fork a worker, hand it the image, wait until it is walled in."""
-        self.pidfd, began = None, time.monotonic()
-        self.server, deadline = the_server(), began + self.limits.start
+        self.pidfd, self.server = None, the_server()  # which may take its time to start
+        deadline = (began := time.monotonic()) + self.limits.start
         (self.socket, channel), (self.status, status) = socket.socketpair(), socket.socketpair()
         try:
             with channel, status, open(os.memfd_create("image"), "wb") as pixels:

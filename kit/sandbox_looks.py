@@ -188,8 +188,7 @@ class Origins:
 
     def __init__(self, image: Image.Image):
         self.image, self.whole = image, None  # the array is made when it is needed
-        self.known: dict[tuple, list] = {}  # size and some pixels -> steps
-        self.sizes: dict[tuple, list] = {}  # size -> steps of the newest such picture, newest last
+        self.known: dict[tuple, list] = {}  # size and some pixels -> steps, newest last
         self.keep(image, [])
         self.begin()
 
@@ -199,10 +198,8 @@ class Origins:
 
     def keep(self, picture: object, steps: list) -> None:
         if (pixels := some_pixels(picture)) is not None:
-            size = size_of(picture)
-            self.known[size, pixels.tobytes()] = steps
-            self.sizes.pop(size, None)
-            self.sizes[size] = steps
+            self.known.pop(key := (size_of(picture), pixels.tobytes()), None)
+            self.known[key] = steps
 
     def made(self, result: object, source: object, step: list | None) -> None:
         """Remember that this step led from `source` to `result`; crops in a row are one."""
@@ -215,8 +212,8 @@ class Origins:
         self.keep(result, [*steps, step])
 
     def of(self, picture: object) -> list | None:
-        """The steps to this picture: remembered, or found in the input, or else those of the newest
-        picture with its proportions, which it may be an edit of. None: it is like nothing known."""
+        """The steps to this picture: remembered, or found in the input, or else those of a picture
+        with its proportions, which it may be an edit of. None: it is like nothing known."""
         if (pixels := some_pixels(picture)) is None:
             return None
         w, h = size_of(picture)
@@ -230,11 +227,13 @@ class Origins:
             self.whole = np.asarray(self.image) if self.whole is None else self.whole
             if steps := find(array, self.whole):
                 return steps
-        for (wide, high), steps in reversed(self.sizes.items()):
-            if abs(w * high - h * wide) <= max(w, h, wide, high):  # up to a rounded side
+        alike = []  # how well it follows what is known, newest first, and the steps to it
+        for ((wide, high), some), steps in reversed(self.known.items()):
+            if len(alike) < 20 and abs(w * high - h * wide) <= max(w, h, wide, high):  # rounded
                 resize = ["pil", w, h, Image.BICUBIC, 0.0, 0.0, float(wide), float(high), None]
-                return [*steps, *[resize] * ((w, h) != (wide, high))]
-        return None
+                claim = [*steps, *[resize] * ((w, h) != (wide, high))]
+                alike.append((abs(correlation(np.frombuffer(some, int), pixels.ravel())), claim))
+        return max(alike, key=lambda pair: pair[0])[1] if alike else None
 
 
 def size_of(picture: Image.Image | np.ndarray) -> tuple[int, int]:
@@ -289,8 +288,9 @@ def is_edit(crop: Image.Image, shown: Image.Image) -> bool:
     smooth = np.asarray(crop.reduce(factor).filter(ImageFilter.MedianFilter(3)), np.float32)
     for channel, weight in enumerate((1, 1, 0.5)):  # blue is seen least
         x, y = channels[channel], seen[..., channel]
-        near, box = blur(x, cross=True), blur(x)
-        features = [*channels, near, box, blur(box), smooth[..., channel], strong[..., channel]]
+        near, box, sharp = blur(x, cross=True), blur(x), strong[..., channel]
+        features = [*channels, near, box, blur(box), smooth[..., channel], sharp, sharp - x]
+        features[-1][1:-1, 1:-1] = 0  # at the rim, some filters do nothing
         features += [tone(x, y), tone(gray, y), (2 * x - box).clip(0, 255)]
         features += [(5 * x - 4 * near).clip(0, 255)]  # sharpened, as is the one before
         stack = np.stack([*features, y], 2)

@@ -39,7 +39,7 @@ def unfence(code: str) -> list[str]:
     before, *blocks = re.split(r"^[ \t]*(?:```|~~~).*\n?", code, flags=re.M)
     if blocks and not (before.strip() and parses(textwrap.dedent(before))):
         before = blocks[0]
-    before = re.sub(r"^\s*</?code>\s*$", "", before, flags=re.M)
+    before = re.sub(r"^[ \t]*</?code>[ \t]*$", "", before, flags=re.M)
     return [re.sub(r"\A\s*python3?[ \t]*\n|\n[ \t]*python3?\s*\Z", "\n", before)]
 
 
@@ -97,10 +97,9 @@ def forbidden_call(nodes: list[ast.AST]) -> str | None:
         return names.get(node.id, "") if isinstance(node, ast.Name) else ""
 
     for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {a.asname or a.name: a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names |= {a.asname or a.name: home + a.name for a in node.names}
     for node in nodes:
         if isinstance(node, ast.Call) and FORBIDDEN.fullmatch(name := dotted(node.func)):
             return f"line {node.lineno} calls {name}"
@@ -122,6 +121,8 @@ def rewrite(tree: ast.Module, nodes: list[ast.AST]) -> ast.Module:
         match node:
             case ast.Subscript(slice=ast.Slice() | ast.Tuple(elts=[ast.Slice(), *_])):
                 node.value = call("__parts__", node.value)
+            case ast.ExceptHandler(type=None):  # or it would catch `return` and exit()
+                node.type = ast.copy_location(ast.Name("Exception", ast.Load()), node)
     blocks = [tree]
     while blocks:  # all blocks of statements outside functions and classes
         for _, block in ast.iter_fields(blocks.pop()):

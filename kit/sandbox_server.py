@@ -171,10 +171,9 @@ def serve(control: socket.socket) -> None:
             os.close(ended)
         if control.fileno() not in events:
             continue
-        try:
+        request = b""
+        with suppress(OSError):
             request, descriptors, _, _ = socket.recv_fds(control, 4, 3)
-        except OSError:
-            break
         if not request:
             break
         channel, status = (socket.socket(fileno=descriptor) for descriptor in descriptors[:2])

@@ -286,7 +286,7 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
     def _(old, fp, *rest, **options):
         path = w.to_read(fp)
         image = old(path, *rest, **options)
-        if is_path(path) and w.real(path):
+        if is_path(name := getattr(path, "name", path)) and w.real(name):
             w.reloaded.add(digest(flat(image)))
         return image
 
@@ -355,7 +355,7 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
 
     for owner, names, *repairs in (
         (os.path, "lexists", w.meant),  # glob calls it
-        (os, "stat listdir scandir", w.meant),
+        (os, "stat listdir scandir chdir", w.meant),
         (os, "utime", lambda path: os.stat(path) and path),  # the kernel pretends: see PRETENDED
         (os, "remove unlink rmdir", w.own),
         (os, "rename replace", w.own, w.to_write),
@@ -379,7 +379,7 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
             pixels = old(path, *rest, **options)
             if pixels is None:
                 w.note(f"cv2.imread found no image at {str(path)[-80:]}")
-            elif w.real(path):
+            elif w.real(path) and pixels.ndim == 3:
                 w.reloaded.add(digest(flat(w.from_array(pixels))))
             return pixels
 

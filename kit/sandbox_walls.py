@@ -183,9 +183,8 @@ def private_disk(folder: str, size: int) -> bool:
     uid, gid = os.getuid(), os.getgid()
     if libc.unshare(CLONE_NEWNS):  # an ordinary user may mount only in a user namespace
         names = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
-        if libc.unshare(CLONE_NEWNS | CLONE_NEWUSER):
-            return False
-        if not all(written(f"/proc/self/{name}", line) for name, line in names.items()):
+        mapped = (written(f"/proc/self/{name}", line) for name, line in names.items())
+        if libc.unshare(CLONE_NEWNS | CLONE_NEWUSER) or not all(mapped):
             return False
     options = f"size={size},nr_inodes=2000,mode=755".encode()
     private, safe = ctypes.c_ulong(MS_REC | MS_PRIVATE), MS_NOSUID | MS_NODEV | MS_NOEXEC

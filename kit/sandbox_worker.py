@@ -16,6 +16,7 @@ import io
 import itertools
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -63,7 +64,6 @@ class Worker(Recorder):
         self.names = names | {"image": image, "image_path": self.path}
         self.files, self.builtins = self.listing(), dict(vars(builtins))
         self.stand_ins = stand_ins(self)
-        self.home = folder  # a name by chance, which no text that is shown holds
         notebook, shows = types.ModuleType("IPython"), types.ModuleType("IPython.display")
         notebook.display, shows.display = shows, self.display
         notebook.version_info, notebook.get_ipython = (9, 0), lambda: None  # matplotlib asks
@@ -95,7 +95,7 @@ class Worker(Recorder):
             if count:
                 self.note(f"{count} more {what} not shown")
         reply = {
-            "text": self.output.getvalue().decode("utf-8", "replace").replace(self.home, ""),
+            "text": self.plain(self.output.getvalue().decode("utf-8", "replace")),
             "error": self.error,
             "blocked": (self.error or "").startswith("Blocked: "),
             "flags": sorted(self.flags),
@@ -151,6 +151,7 @@ class Worker(Recorder):
         if not (self.shown or self.output.tell() or self.error):
             for name, value in reversed(self.names.items()):
                 if self.before.get(name) != id(value) and not name.startswith("_"):
+                    value = value[-1] if isinstance(value, (list, tuple)) and value else value
                     if (image := self.as_image(value)) is not None:
                         self.note(f"nothing was shown; this is {name}")
                         return self.show(image, "value")
@@ -167,10 +168,14 @@ class Worker(Recorder):
                         folders.append((entry.path, depth + 1))
         return states
 
+    def plain(self, text: str) -> str:
+        """Without what differs from run to run: the folder's name and addresses in memory."""
+        return re.sub(" at 0x[0-9a-fA-F]+", "", text.replace(os.path.dirname(self.path), ""))
+
     def describe(self, problem: BaseException) -> str:
         """One short line: type, message, line of the code."""
         try:
-            text = " ".join(str(problem)[:2000].split()).replace(self.home, "")
+            text = self.plain(" ".join(str(problem)[:2000].split()))
             trace = traceback.walk_tb(problem.__traceback__)
             lines = [n for frame, n in trace if frame.f_code.co_filename == "<code>"]
             if isinstance(problem, SyntaxError):
@@ -193,6 +198,8 @@ class Worker(Recorder):
             first = value[0] if isinstance(value, (list, tuple)) and value else value
             if (image := self.as_image(value)) is not None:
                 self.show(image, "value")
+            elif first is not value and self.as_image(first) is not None:
+                self.display(*value)
             elif value is not None and not type(first).__module__.startswith("matplotlib"):
                 print(repr(value))
 

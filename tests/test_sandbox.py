@@ -189,6 +189,14 @@ CASES = {
     "return inside a block ends the code, functions keep theirs": (
         "def f():\n    return 7\nfor i in range(9):\n    if i == 2:\n"
         "        return f() + i\n    print(i)\nprint('never')", dict(text="0\n1\n9\n")),
+    "a bare except catches neither return nor exit()": (
+        f"try:\n    return {CROP}\nexcept:\n    print('failed')", BOX,
+        "try:\n    1 / 0\nexcept:\n    print('failed')\n    exit()\nprint('never')",
+        dict(text="failed\n", notes="exit()")),
+    "addresses in memory are not told": (
+        "print(image)\nImage.open(io.BytesIO(b'x'))",
+        dict(text="<PIL.Image.Image image mode=RGB size=800x600>\n",
+             error="cannot identify image file <_io.BytesIO object> (line 2)", red=FAILED)),
     "slices that mean to count from the end still do": (
         "a = np.arange(400).reshape(20, 20); k = 3\nprint(a[-5:-2, k:-k].shape, "
         "a[-k:, 2.5:6.2].shape, a[k-5:4, :].shape, a[..., 0].shape)",
@@ -487,6 +495,8 @@ SAVED = f"{A}.save('c.png')"
     ([f"{SAVED}; print(Image.open('c.png').size)"], []),
     ([SAVED, "Image.open('c.png').crop((0, 0, 50, 50)).show()"], []),
     ([SAVED, "Image.open('c.png').rotate(90).show()"], []),
+    ([SAVED, "Image.open(open('c.png', 'rb')).show()"], ["io_scratch", "no_op"]),
+    ([SAVED, "cv2.imshow('', cv2.imread('c.png', 0))"], []),  # it has been made gray
     (["Image.open('image.png').show()"], ["no_op"]),  # no scratch of its own
     (["try: image.crop((900, 0, 950, 50))\nexcept ValueError: pass"], ["invalid_coords"]),
     (["try: print(1/0)\nexcept ZeroDivisionError: print('handled')"], []),
@@ -524,6 +534,11 @@ def test_repair_never_raises_and_leaves_code_that_parses_alone(code):
     else:
         assert (fixed == code and not told) or (parses(fixed) and told)
     assert all("\n" not in note for note in told)
+
+
+def test_repair_takes_no_time_for_an_endless_line_of_new_lines():
+    (code, _), spent = seconds_on_a_core(repair, "(" + "\n" * 50_000 + ")(")
+    assert code.startswith("(") and spent < 2
 
 
 HONEST = (

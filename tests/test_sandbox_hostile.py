@@ -476,6 +476,18 @@ def test_a_start_is_bounded_while_the_server_hangs_and_others_live(box):
         assert sandbox_server._server.process is server
 
 
+def test_a_server_that_takes_long_to_start_is_not_given_up(monkeypatch):
+    def slowly(server=sandbox_server.the_server()):
+        time.sleep(0.4)
+        return server
+
+    monkeypatch.setattr(sandbox, "the_server", slowly)
+    monkeypatch.setattr(sandbox, "HUNG", 0.3)
+    with Sandbox(PICTURE, Limits(start=0.35)) as box:
+        assert box.run("print(2)").text == "2\n"
+    assert slowly().process.poll() is None
+
+
 def test_a_sandbox_that_is_dropped_is_cleaned_up():
     sandbox_server.the_server()
     files = descriptors()

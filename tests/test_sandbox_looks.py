@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageFilter
 
 from kit import sandbox_looks
-from kit.sandbox_looks import lay, same_pixels
+from kit.sandbox_looks import is_edit, lay, same_pixels
 from sandbox import Sandbox, verified
 
 PAGE = (Path(__file__).parent.parent / "docs" / "looks.md").read_text(encoding="utf-8")
@@ -73,6 +73,11 @@ def test_the_page_counts_its_programs():
     counts = f"{len(ROWS)} programs", f"{sum(box for _, _, box, _ in ROWS)} of them are credited"
     assert all(words in PAGE for words in counts) and PAGE.count("\n| `") == len(ROWS) >= 140
     assert str(BOX) in PAGE and len({code for code, *_ in ROWS}) == len(ROWS)
+
+
+def test_a_sharpened_crop_is_an_edit_though_pillow_leaves_its_rim_as_it_is():
+    crop = ImageEnhance.Contrast(PICTURE.crop(BOX)).enhance(2)
+    assert is_edit(crop, crop.filter(ImageFilter.Kernel((3, 3), [-1] * 4 + [9] + [-1] * 4)))
 
 
 @pytest.mark.parametrize("k", range(1, 6))
