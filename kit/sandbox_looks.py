@@ -188,18 +188,13 @@ class Origins:
 
     def __init__(self, image: Image.Image):
         self.image, self.whole = image, None  # the array is made when it is needed
-        self.known: dict[tuple, list] = {}  # size and some pixels -> steps, newest last
-        self.keep(image, [])
+        some = some_pixels(image).tobytes()
+        self.known: dict[tuple, list] = {(image.size, some): []}  # -> steps, newest last
         self.begin()
 
     def begin(self) -> None:
         """A call begins. What is remembered in it, and searched for, is bounded."""
         self.memories, self.searches = 2000, 20
-
-    def keep(self, picture: object, steps: list) -> None:
-        if (pixels := some_pixels(picture)) is not None:
-            self.known.pop(key := (size_of(picture), pixels.tobytes()), None)
-            self.known[key] = steps
 
     def made(self, result: object, source: object, step: list | None) -> None:
         """Remember that this step led from `source` to `result`; crops in a row are one."""
@@ -209,7 +204,9 @@ class Origins:
         if step[0] == "crop" and steps and steps[-1][0] == "crop":
             *steps, (_, x0, y0, _, _) = steps
             step = ["crop", step[1] + x0, step[2] + y0, step[3] + x0, step[4] + y0]
-        self.keep(result, [*steps, step])
+        if (pixels := some_pixels(result)) is not None:
+            self.known.pop(key := (size_of(result), pixels.tobytes()), None)
+            self.known[key] = [*steps, step]
 
     def of(self, picture: object) -> list | None:
         """The steps to this picture: remembered, or found in the input, or else those of a picture
