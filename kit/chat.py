@@ -172,19 +172,13 @@ class Chat:
 
 def json_object(text: str) -> dict:
     """The last JSON object of a reply: after any thought, be it in a code fence or among words.
-    Raises ValueError if there is none, or one with a field twice, or several that differ.
+    Raises ValueError if there is none, or several that differ.
 
     >>> json_object('<think>{"score": 1}?</think> So: {"score": 0}')
     {'score': 0}
     """
-
-    def once(pairs: list[tuple[str, object]]) -> dict:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a field stands there twice")
-        return dict(pairs)
-
     said = THOUGHT.sub("", text)
-    decoder, found, at = json.JSONDecoder(object_pairs_hook=once, strict=False), {}, 0
+    decoder, found, at = json.JSONDecoder(strict=False), {}, 0
     try:
         while start := re.compile(r'\{\s*"').search(said, at):
             value, at = decoder.raw_decode(said, start.start())

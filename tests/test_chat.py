@@ -356,11 +356,10 @@ def test_an_object_is_given_whole():
 
 @pytest.mark.parametrize("text", [
     "", "10", "NaN", '[["score", 1]]', "{}", "{'score': 1}", '{"score": 1',
-    '{"score": 1, "score": 1}', '{"score": 0} {"score": 1}', '{"score": 1} {"score": true}',
-    '{"score": 1} {"score": 1.0}', '{"more": {"score": 1}, "score": 0', '{"a": {"score": 1},}',
-    '{"a": {"score": 0, "score": 1}}', '<think>perhaps {"score": 1}', '{"a":' * 5000,
-    '<think>a</think>{"score": 0}</think>', '<think>{"score": 0}</think>', "[" * 5000,
-    '{"score": ' + "1" * 5000 + "}", '<|channel|>analysis<|message|>{"score": 1}',
+    '{"score": 0} {"score": 1}', '{"score": 1} {"score": true}', '{"score": 1} {"score": 1.0}',
+    '{"more": {"score": 1}, "score": 0', '{"a": {"score": 1},}', '<think>perhaps {"score": 1}',
+    '{"a":' * 5000, '<think>a</think>{"score": 0}</think>', '<think>{"score": 0}</think>',
+    "[" * 5000, '{"score": ' + "1" * 5000 + "}", '<|channel|>analysis<|message|>{"score": 1}',
 ])  # fmt: skip
 def test_what_is_no_single_object_is_refused_and_shown(text):
     with pytest.raises(ValueError, match="expected one JSON object; got") as told:
