@@ -49,8 +49,11 @@ def grade(answer: str | None, sample: Sample, judge: Judge | None) -> float | No
     if sample.rule:
         return float(len(answer) <= MAX_ANSWER and sample.rule(answer, sample.answer))
     asked = answer, sample.answer, sample.options
-    if is_correct(*asked):
-        return 1.0
+    try:
+        if is_correct(*asked):
+            return 1.0
+    except ValueError as error:
+        raise ValueError(f"sample {sample.id}: {error}") from error
     ask = getattr(judge, "same_answer", None)
     if ask is None or not is_open(*asked):
         return 0.0

@@ -129,7 +129,7 @@ def test_what_the_rules_decide_is_not_asked(reference, options, answer, right):
     judge = answering(not right)
     assert grade(answer, question(reference, options), judge) == right
     assert not judge.same_answer.called
-    with pytest.raises(ValueError, match="the answer should name .*'green'"):
+    with pytest.raises(ValueError, match="sample q: the answer should name .*'green'"):
         grade("A", question("green", ("red", "blue")), judge)
     ruled = replace(question("No"), rule=str.startswith)  # its own rule, of short answers
     assert [grade("No " * n, ruled, None) for n in (1, 400)] == [1.0, 0.0]
