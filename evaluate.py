@@ -61,9 +61,9 @@ from faithfulness import DRAWS, HALF, Rate, count, cross_table, finding, listing
 from kit.benchmarks import BENCHES, Questions, published
 from kit.flags import knob, parse, refusals, shared, through_door
 from kit.page import report
-from kit.pictures import PERTURBATIONS, check_perturbations
+from kit.perturbations import PERTURBATIONS, check_perturbations
 from kit.processes import actor_of, gathered, processes
-from kit.qwen import Policy
+from kit.qwen import Policy, check_checkpoint
 from kit.records import Records, Unusable, file_of, join, opened, waves_left, write
 from kit.tables import Usable
 from rewards import BoxJudge, ChatJudge, Judge, Lambdas, Reward, score
@@ -371,6 +371,7 @@ def check(options: Options) -> None:
     check_perturbations(names)
     if bool(options.judge_url) != bool(options.judge_model):
         raise ValueError("a judge needs both --judge-url and --judge-model: give the other too")
+    check_checkpoint(options.model)
     options.out.mkdir(parents=True, exist_ok=True)
 
 

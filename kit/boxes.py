@@ -30,7 +30,9 @@ def intersection(a: Box, b: Box) -> Box:
 
 
 def recall(crop: Box, target: Box) -> float:
-    """|crop ∩ target| / |target|, the share in view, of a target that has a pixel."""
+    """|crop ∩ target| / |target|, the share in view. Raises ValueError for a target of no pixel."""
+    if area(target) == 0:
+        raise ValueError(f"a target is a box x0, y0, x1, y1 with x0 < x1 and y0 < y1, got {target}")
     return area(intersection(crop, target)) / area(target)
 
 

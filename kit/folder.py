@@ -62,9 +62,14 @@ def write_json(path: Path, value: dict) -> None:
 def read_state(folder: Path) -> dict:
     """How far the run in this folder is."""
     state = {"stage": "sft", "step": 0, "checkpoint": None, "log_bytes": 0}
-    state |= {"kept": [], "best": None, "seconds": {}, "stages": {}, "data": {}}
-    path = folder / "state.json"
-    return read_json(path, keys=state) if path.exists() else state
+    state |= {"kept": [], "best": None, "seconds": {}, "stages": {}}
+    if (path := folder / "state.json").exists():
+        state = read_json(path, keys=state)
+    state.setdefault("data", {})
+    name = state["checkpoint"]
+    if name and not (folder / name / ".metadata").is_file():
+        raise ValueError(f"{path} goes on from {name}, which is not there or not whole: {WHAT_NOW}")
+    return state
 
 
 def read_config(folder: Path, kind: type):

@@ -26,6 +26,11 @@ from transformers import AttentionInterface, AutoTokenizer, GenerationConfig
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers import Qwen2VLImageProcessorPil as ImageProcessor
 
+CHECKPOINT = (
+    "expected a folder with config.json, model.safetensors, tokenizer.json and "
+    "preprocessor_config.json, such as the sft/ and rl/ of a run, or a hub name within reach"
+)
+
 CACHE_SHARE = 0.7  # of free memory, for the KV cache; a layer is copied while it is attended to
 
 
@@ -85,7 +90,12 @@ class Policy:
     def __init__(self, model: nn.Module, tokenizer, image_processor, tags: dict[str, bool]) -> None:
         self.model, self.tokenizer, self.image_processor = model, tokenizer, image_processor
         vocabulary = tokenizer.get_vocab()
-        self.image_id, self.end_id = vocabulary["<|image_pad|>"], vocabulary["<|im_end|>"]
+        for token in ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>"):
+            if token not in vocabulary:
+                raise ValueError(f"expected a Qwen2.5-VL tokenizer; this one has no {token}")
+        if (pad := vocabulary["<|image_pad|>"]) != (own := model.config.image_token_id):
+            raise ValueError(f"<|image_pad|> is token {pad}, but the model's is {own}: not a pair")
+        self.image_id, self.end_id = pad, vocabulary["<|im_end|>"]
         self.pad_id = tokenizer.pad_token_id
         model.model.visual.config._attn_implementation = "flash_in_windows"
         # The policy must not sample control tokens, which would forge a turn or an image (it may
@@ -95,6 +105,8 @@ class Policy:
         control = {id for token, id in added.items() if not may_write.get(token)}
         spare = range(len(tokenizer), model.config.text_config.vocab_size)
         self.forbidden = sorted({*control, *spare})
+        if self.pad_id not in self.forbidden:
+            raise ValueError(f"the pad token {tokenizer.pad_token!r} must be a control token")
         # Text from elsewhere may hold no control token and no tag, however it is tokenised.
         longest_first = sorted({*added, *marks}, key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, longest_first)))
@@ -144,9 +156,10 @@ class Policy:
         """Tokens of trusted text. Its i-th <|image_pad|> becomes as many pads as picture i has
         visual tokens."""
         first, *rest = text.split("<|image_pad|>")
+        if len(rest) != len(pictures):
+            raise ValueError(f"{len(rest)} image places in a text with {len(pictures)} images")
         visual = [int(p.grid.prod()) // self.image_processor.merge_size**2 for p in pictures]
-        parts = ("<|image_pad|>" * n + part for n, part in zip(visual, rest, strict=True))
-        text = first + "".join(parts)
+        text = first + "".join("<|image_pad|>" * n + part for n, part in zip(visual, rest))
         return Encoded(self.tokenizer(text, add_special_tokens=False)["input_ids"], pictures)
 
     def positions(self, ids: Tensor, mask: Tensor, grids: list[Tensor]) -> Tensor:
@@ -215,6 +228,14 @@ class Policy:
             file.chmod(0o644)  # safetensors lets nobody else read its own
 
 
+def check_checkpoint(name: str | Path) -> None:
+    """Refuse early what cannot be a checkpoint: neither a folder with one nor a hub name."""
+    config = Path(name) / "config.json"
+    folder_like = Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name))
+    if folder_like and not (config.is_file() and "model_type" in config.read_text()):
+        raise FileNotFoundError(f"no checkpoint in {name}: {CHECKPOINT}")
+
+
 def load(
     tags: dict[str, bool], name: str | Path, device: str | torch.device = "cpu",
     max_pixels: int | None = None, weights: bool = True,
@@ -223,6 +244,7 @@ def load(
     Weights are fp32 whatever they were saved in: an update of 1e-6 is lost in bf16. max_pixels is
     the budget of any image, saved with every export; None keeps the checkpoint's own. weights=False
     gives the architecture alone, on the meta device: enough to count tokens and parameters."""
+    check_checkpoint(name)
     try:
         kind = Model.config_class.get_config_dict(name)[0].get("model_type")
         if kind != "qwen2_5_vl":
@@ -240,11 +262,7 @@ def load(
                 model = Model(Model.config_class.from_pretrained(name))
     except OSError as error:
         why = str(error).splitlines()[0]
-        raise FileNotFoundError(
-            f"no model {str(name)!r} ({why}): expected a folder with config.json, tokenizer.json, "
-            "model.safetensors and preprocessor_config.json, such as the sft/ and rl/ of a run, or "
-            "a hub name within reach"
-        ) from error
+        raise FileNotFoundError(f"no model {str(name)!r} ({why}): {CHECKPOINT}") from error
     if max_pixels is not None:
         if max_pixels < (token := (image_processor.patch_size * image_processor.merge_size) ** 2):
             raise ValueError(f"--max-pixels {max_pixels}: one visual token takes {token} pixels")

@@ -41,9 +41,11 @@ def test_every_number_is_what_counting_pixels_gives(a, b, c):
 
 
 @pytest.mark.parametrize("empty", [(3, 3, 3, 9), (5, 5, 2, 2), (0, 0, 0, 0)])
-def test_a_box_without_pixels_counts_nothing(empty):
+def test_a_box_without_pixels_counts_nothing_and_is_no_target(empty):
     assert area(empty) == iou(empty, empty) == iou(empty, (0, 0, 9, 9)) == 0
     assert recall(empty, (0, 0, 9, 9)) == 0
+    with pytest.raises(ValueError, match="a target is a box"):
+        recall((0, 0, 9, 9), empty)
 
 
 corner = st.floats(-20, 30) | st.integers(-20, 30)

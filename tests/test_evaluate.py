@@ -246,7 +246,7 @@ def test_vstar_has_its_boxes_in_corners(tmp_path):
         assert sample.options == ("red (dark)", "blue") and sample.question == "What color?"
         assert (sample.source, sample.part) == ("vstar", "direct_attributes")
     (folder / "sa_1.json").unlink()
-    with pytest.raises(ValueError, match=r"row 0, image: .*No such file.*sa_1\.json"):
+    with pytest.raises(ValueError, match=r"row 0, image: expected its boxes in .*sa_1\.json"):
         load_bench("vstar", tmp_path)
 
 
@@ -385,6 +385,7 @@ def test_two_processes_play_what_one_plays_and_nothing_twice(tmp_path, monkeypat
 def at_once(policy, monkeypatch):
     """The command line plays with the policy of the tests."""
     monkeypatch.setattr(module, "load_policy", lambda *_: policy)
+    monkeypatch.setattr(module, "check_checkpoint", lambda _: None)
 
 
 def test_without_arguments_it_shows_how_it_is_used(capsys):
@@ -398,7 +399,7 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
 
 @pytest.mark.parametrize("words, message", [
     ("--bench toy", "the following arguments are required: --model"),
-    ("--model /no/such/folder", "no model '/no/such/folder' ("),
+    ("--model /no/such/folder", "no checkpoint in /no/such/folder: expected a folder"),
     ("--model m --data x", "drop --data x"),
     ("--model m --limit 0", "--limit: expected a finite number, least 1"),
     (f"--model {ROOT}/tiny --out {__file__}/x", "Not a directory"),

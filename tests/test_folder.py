@@ -55,12 +55,15 @@ def learner(policy):
     ("config.json", '{"stops": 5}', "config.json is of another version: .* argument 'stops'"),
     ("state.json", "", "state.json is damaged: put a copy back"),
     ("state.json", "{}", "state.json is damaged: put a copy back"),
+    ("checkpoint-sft-2/.metadata", None, "checkpoint-sft-2, which is not there or not whole: put"),
 ])  # fmt: skip
 def test_a_run_is_read_where_it_now_lies_or_what_is_damaged_is_told(name, text, message, tmp_path):
+    (tmp_path / "checkpoint-sft-2").mkdir()
+    (tmp_path / "checkpoint-sft-2" / ".metadata").touch()
     a_run = run_in(tmp_path, config={"out": "elsewhere", "steps": 7})
     assert read_config(tmp_path, Settings) == Settings(out=str(tmp_path), steps=7)
     check_new(tmp_path)  # a run that did nothing may be begun anew
-    a_run.update(step=3)
+    a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2")
     assert again(a_run).state == a_run.state
     (tmp_path / name).unlink() if text is None else (tmp_path / name).write_text(text)
     with pytest.raises((ValueError, OSError), match=message):

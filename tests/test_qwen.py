@@ -130,10 +130,14 @@ def test_a_budget_travels_with_the_export(standin, export):
 
 
 @pytest.mark.parametrize("file, change, words", [
-    ("config.json", None, "of type 'qwen2_5_vl': .*export is None"),
+    ("config.json", None, "no checkpoint in .*export"),
     ("config.json", ("qwen2_5_vl", "qwen3_vl"), "of type 'qwen2_5_vl': .*'qwen3_vl'"),
-    ("model.safetensors", None, "no model .*, such as the sft"),
-    ("preprocessor_config.json", None, "no model .*, such as the sft"),
+    ("config.json", ('"image_token_id": 151655', '"image_token_id": 151656'),
+     "is token 151655, but the model"),
+    ("tokenizer.json", (r"<\|(vision_start|image_pad)\|>", r"<|other_\1|>"),
+     "this one has no <|vision_start|>"),
+    ("model.safetensors", None, "no model .*, model.safetensors,"),
+    ("preprocessor_config.json", None, "no model .*, model.safetensors,"),
 ])  # fmt: skip
 def test_a_checkpoint_that_cannot_work_is_refused_and_says_why(export, file, change, words):
     if change:

@@ -401,7 +401,7 @@ def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(
     ("--resume x --out y", "so --out cannot stand beside it. These can: --activation-checkp"),
     ("--resume x --seed=3 --keep 2", "so --seed cannot stand beside it"),
     ("--resume=x --no-mask-truncated", "so --mask-truncated cannot stand beside it"),
-    ("--model no/such/folder/at/all", "no model"),
+    ("--model no/such/folder/at/all", "no checkpoint"),
     ("--max-length 40", "but --max-length 40 leaves 8 beside a turn of 32"),
     ("--rl-data x.parquet", "give --judge-url"),
     ("--tracker wandb", "pip install wandb"),
