@@ -23,11 +23,15 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from PIL import Image
+
+T = TypeVar("T")
 
 ADDRESS = re.compile(r"https?://(\[[\da-fA-F:.]+\]|[^/@\s:?#\[\]]+)(:\d{1,5})?(/[^@\s?#]*)?")
 # Pixels. Servers refuse a picture below one patch: 28 for Qwen2.5-VL, 32 for Qwen3-VL.
@@ -52,8 +56,9 @@ class Chat:
     A failed connection, a late reply and status 408, 409, 429 or 5xx are tried again. The client
     pauses in between, each time longer, or as long as the server asks. No other failure is: at
     temperature 0 the same request gives the same reply. But a server that refuses the parameter
-    temperature or max_tokens is asked without it from then on. Raises ValueError for an address or
-    a key of the wrong form.
+    temperature or max_tokens is asked without it from then on.
+
+    Raises ValueError for an address or a key of the wrong form.
     """
 
     url: str  # http://host:8000/v1, with or without /chat/completions; several by commas
@@ -62,6 +67,7 @@ class Chat:
     concurrency: int = 8  # most questions in work at a time; the others wait
     attempts: int = 4  # most tries of one question
     seconds: float = 60.0  # longest silence of the server in one try
+    patience: float = 180.0  # seconds for one question, with all tries and pauses
     max_tokens: int = 2048  # of a reply; in `seconds` 34 a second. One that thinks may need more
 
     def __post_init__(self) -> None:
@@ -77,13 +83,13 @@ class Chat:
         urls = [url.rstrip("/").removesuffix("/chat/completions") for url in urls]
         key = key or "no-key"  # never the environment's key of another server
         how = {"api_key": key, "max_retries": self.attempts - 1, "timeout": self.seconds}
-        clients = [openai.OpenAI(base_url=url, **how) for url in urls]
-        self.url, self.n, self.turns = ",".join(urls), len(urls), itertools.cycle(clients)
+        self.clients = [openai.OpenAI(base_url=url, **how) for url in urls]
+        self.url, self.turns = ",".join(urls), itertools.count()
         self.options = {"temperature": 0, "max_tokens": self.max_tokens}
-        self.seats = threading.BoundedSemaphore(self.concurrency)
+        self.seats, self.lock = threading.BoundedSemaphore(self.concurrency), threading.Lock()
         self.heard, self.last_problem = False, ""  # has it ever replied; what went wrong last
         self.known: dict[str, object] = {}  # hash of a question: its value
-        self.asking: dict[str, threading.Lock] = {}  # held while a question is in work
+        self.asking: dict[str, Future] = {}  # hash of a question that is in work
         if self.cache is not None:
             self.cache.mkdir(parents=True, exist_ok=True)
             parts = (p.read_text("utf-8", errors="replace") for p in self.cache.glob("*.jsonl"))
@@ -92,7 +98,7 @@ class Chat:
                     kept = json.loads(line)  # a broken line is asked again
                     self.known[kept["key"]] = kept["value"]
 
-    def ask(self, system: str, content: str | list[dict], read: Callable[[str], object]) -> object:
+    def ask(self, system: str, content: str | list[dict], read: Callable[[str], T]) -> T | None:
         """What `read` makes of the reply, or None if there is nothing to be had.
 
         content  a text, or a list of `text_part` and `picture_part`
@@ -102,30 +108,64 @@ class Chat:
 
         Raises RuntimeError if the server, before any reply, refuses our key, address or model.
         """
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": content}]
+        roles = {"system": system, "user": content}
+        messages = [{"role": role, "content": said} for role, said in roles.items()]
         # What a program printed may hold half of a surrogate pair, which UTF-8 cannot write.
         asked = json.dumps([self.model, messages], ensure_ascii=False).encode(errors="replace")
         key = hashlib.sha256(asked).hexdigest()
-        with self.asking.setdefault(key, threading.Lock()):
-            if key not in self.known:
-                with self.seats:
-                    value = self._answer(json.loads(asked)[1], read)
-                if value is not None:
-                    self._keep(key, value)
-            return self.known.get(key)
+        with self.lock:
+            if key in self.known:
+                return self.known[key]
+            told = self.asking.setdefault(key, mine := Future())
+        if told is not mine:  # another thread asks this already
+            return told.result()
+        try:
+            with self.seats:
+                value = self._in_time(json.loads(asked)[1], read)
+            if value is not None:
+                value = self._keep(key, value)
+            told.set_result(value)
+            return value
+        except BaseException as error:
+            told.set_exception(error)
+            raise
+        finally:
+            del self.asking[key]
 
-    def _keep(self, key: str, value: object) -> None:
+    def _keep(self, key: str, value: object) -> object:
         line = json.dumps({"key": key, "value": value})
-        self.known[key] = json.loads(line)["value"]
-        if self.cache is not None:
-            path = self.cache / f"{socket.gethostname()}-{os.getpid()}.jsonl"
-            with open(path, "a") as file:
-                file.write(f"\n{line}\n")  # the line before may have been cut short
+        with self.lock:
+            self.known[key] = json.loads(line)["value"]
+            if self.cache is not None:
+                path = self.cache / f"{socket.gethostname()}-{os.getpid()}.jsonl"
+                with open(path, "a") as file:
+                    file.write(f"\n{line}\n")  # the line before may have been cut short
+        return self.known[key]
 
-    def _answer(self, messages: list[dict], read: Callable[[str], object]) -> object:
+    def _in_time(self, messages: list[dict], read: Callable[[str], T]) -> T | None:
+        """The answer; None once patience ends. What drips for ever is left to itself."""
+        told: Future = Future()
+
+        def work() -> None:
+            try:
+                told.set_result(self._answer(messages, read))
+            except BaseException as error:  # it belongs to whoever waits below
+                told.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            return told.result(self.patience)
+        except TimeoutError:
+            self.last_problem = f"no whole answer within {self.patience:g} s; {self.last_problem}"
+            return None
+
+    def _answer(self, messages: list[dict], read: Callable[[str], T]) -> T | None:
         import openai
 
-        for client in itertools.islice(self.turns, self.n):  # they take turns
+        first = next(self.turns) % len(self.clients)  # they take turns
+        others = iter(self.clients[first:] + self.clients[:first])
+        client = next(others)
+        while True:
             options = self.options
             try:
                 return read(self._post(client, messages, options))
@@ -135,7 +175,7 @@ class Chat:
                 named = min((o for o in options if o in said), key=said.find, default=None)
                 if status in (400, 422) and named and NO_PARAMETER.search(said):
                     self.options = {o: options[o] for o in options if o != named}
-                    return self._answer(messages, read)
+                    continue
                 # A server that refuses a key may quote parts of it.
                 said = "" if status in (401, 403) else said.replace(client.api_key, "(key)")
                 self.last_problem = f"status {status}: {said[:150]!r}"
@@ -147,13 +187,14 @@ class Chat:
                         f"{self.url} answers with {self.last_problem}: check this address, the "
                         f"model's name, {self.model}, and the key in JUDGE_API_KEY"
                     ) from None
-                return None
-            except openai.APIConnectionError as error:  # one that is down leaves it to the next
+            except openai.APIConnectionError as error:
                 cause = error.__cause__ or error
                 self.last_problem = f"{type(cause).__name__}: {cause}"
+                if client := next(others, None):  # one that is down leaves it to the next
+                    continue
             except ValueError as error:
                 self.last_problem = str(error)
-                return None
+            return None
 
     def _post(self, client, messages: list[dict], options: dict) -> str:
         """Text of the reply. Raises ValueError if it is no chat completion, or was cut."""
@@ -166,19 +207,26 @@ class Chat:
             raise ValueError(f"expected a chat completion, got {reply[:80]!r}") from None
         self.heard = True
         if why == "length":
-            raise ValueError(f"the reply was cut at {self.max_tokens} tokens: raise --judge-tokens")
+            most = self.max_tokens
+            raise ValueError(f"the reply was cut at {most} tokens: raise --judge-tokens")
         return text
 
 
 def json_object(text: str) -> dict:
     """The last JSON object of a reply: after any thought, be it in a code fence or among words.
-    Raises ValueError if there is none, or several that differ.
+    Raises ValueError if there is none, or one with a field twice, or several that differ.
 
     >>> json_object('<think>{"score": 1}?</think> So: {"score": 0}')
     {'score': 0}
     """
+
+    def once(pairs: list[tuple[str, object]]) -> dict:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a field stands there twice")
+        return dict(pairs)
+
     said = THOUGHT.sub("", text)
-    decoder, found, at = json.JSONDecoder(strict=False), {}, 0
+    decoder, found, at = json.JSONDecoder(object_pairs_hook=once, strict=False), {}, 0
     try:
         while start := re.compile(r'\{\s*"').search(said, at):
             value, at = decoder.raw_decode(said, start.start())

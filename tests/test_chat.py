@@ -177,6 +177,20 @@ def test_a_server_that_is_not_there_or_never_answers_is_given_up(pauses):
     assert got is None and "ReadTimeout" in it.last_problem and len(server.bodies) == 2
 
 
+def test_a_reply_that_drips_for_ever_ends_with_our_patience():
+    def drip(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000000")
+        handler.end_headers()
+        while not server.over.wait(0.02):  # each byte comes sooner than `seconds`
+            handler.wfile.write(b" ")
+            handler.wfile.flush()
+
+    with Server(drip) as server:
+        got, it = ask(server, attempts=1, seconds=5, patience=0.3)
+        assert got is None and "no whole answer within 0.3 s" in it.last_problem
+
+
 def test_pauses_grow_and_are_as_long_as_the_server_asks(pauses):
     busy = error(429, "busy")
     with Server(busy, busy, error(429, "busy", **{"Retry-After": "50"}), says("1")) as server:
@@ -306,12 +320,15 @@ def test_requests_in_flight_never_exceed_the_limit_and_reach_it():
 
 
 def test_a_question_in_work_is_not_asked_twice():
-    """Eight threads, one question: one request, and one value for all."""
-    late = lambda handler: server.over.wait(0.1) or says("yes")  # noqa: E731
-    with Server(late) as server, ThreadPoolExecutor(8) as pool:
+    """Eight threads, one question: one request, and one value for all; a failure is for all, too,
+    and is asked again later."""
+    late = lambda body: lambda handler: server.over.wait(0.1) or body  # noqa: E731
+    with Server(late(says("yes")), late(error(422, "no")), says("later")) as server:
         it = Chat(server.url, "m")
-        assert [*pool.map(lambda _: it.ask("s", "u", str), range(8))] == ["yes"] * 8
-        assert len(server.bodies) == 1
+        with ThreadPoolExecutor(8) as pool:
+            assert [*pool.map(lambda _: it.ask("s", "u", str), range(8))] == ["yes"] * 8
+            assert [*pool.map(lambda _: it.ask("s", "v", str), range(8))] == [None] * 8
+        assert len(server.bodies) == 2 and it.ask("s", "v", str) == "later" and not it.asking
 
 
 def test_several_servers_take_turns_and_one_that_is_down_leaves_it_to_the_next():
@@ -356,10 +373,11 @@ def test_an_object_is_given_whole():
 
 @pytest.mark.parametrize("text", [
     "", "10", "NaN", '[["score", 1]]', "{}", "{'score': 1}", '{"score": 1',
-    '{"score": 0} {"score": 1}', '{"score": 1} {"score": true}', '{"score": 1} {"score": 1.0}',
-    '{"more": {"score": 1}, "score": 0', '{"a": {"score": 1},}', '<think>perhaps {"score": 1}',
-    '{"a":' * 5000, '<think>a</think>{"score": 0}</think>', '<think>{"score": 0}</think>',
-    "[" * 5000, '{"score": ' + "1" * 5000 + "}", '<|channel|>analysis<|message|>{"score": 1}',
+    '{"score": 1, "score": 1}', '{"score": 0} {"score": 1}', '{"score": 1} {"score": true}',
+    '{"score": 1} {"score": 1.0}', '{"more": {"score": 1}, "score": 0', '{"a": {"score": 1},}',
+    '{"a": {"score": 0, "score": 1}}', '<think>perhaps {"score": 1}', '{"a":' * 5000,
+    '<think>a</think>{"score": 0}</think>', '<think>{"score": 0}</think>', "[" * 5000,
+    '{"score": ' + "1" * 5000 + "}", '<|channel|>analysis<|message|>{"score": 1}',
 ])  # fmt: skip
 def test_what_is_no_single_object_is_refused_and_shown(text):
     with pytest.raises(ValueError, match="expected one JSON object; got") as told:
