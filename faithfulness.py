@@ -39,7 +39,7 @@ from tabulate import tabulate
 from data import Sample
 from kit.answers import is_correct
 from kit.boxes import area, covered, recall, share
-from kit.pictures import PERTURBATIONS, instead_of
+from kit.perturbations import PERTURBATIONS, check_perturbations, instead_of
 from kit.qwen import Policy
 from rewards import BoxJudge, Lambdas, Reward, crop, hand_made, ran_well, tapo
 from rollout import Rules, Trajectory, Turn, listen, play_on
@@ -388,6 +388,7 @@ def perturb(
     trajectories: greedy ones, under the same rules. Where there is nothing to show instead, the
     trajectory counts in no measure of that perturbation: see `possible`.
     """
+    check_perturbations(names)
     if rules.temperature:
         raise ValueError(f"perturbed plays are greedy, got temperature {rules.temperature:g}")
     cases, units = [], defaultdict(lambda: defaultdict(list))

@@ -35,7 +35,7 @@ from faithfulness import Rate
 from kit.boxes import recall, share
 from kit.flags import knob, parse, refusals
 from kit.folder import read_json
-from kit.pictures import PERTURBATIONS
+from kit.perturbations import PERTURBATIONS
 from kit.records import Records
 
 WORLDS = {"guessing pays": 1.0, "looking pays": 0.5}  # their --shortcut

@@ -23,7 +23,7 @@ from faithfulness import (
     Finding, Rate, answers, changes, count, cross_table, finding, kinds_of, listing, means, perturb,
     perturbed, play_perturbed, question_of, rates, tool_use, up_to,
 )  # fmt: skip
-from kit.pictures import PERTURBATIONS
+from kit.perturbations import PERTURBATIONS
 from rewards import BoxJudge, Lambdas, Reward, accuracy, crop, hand_made, tapo
 from rollout import Rules, Trajectory, Turn, encode_observation, play
 from sandbox import Observation

@@ -15,7 +15,7 @@ import evaluate
 from beyond.judges import KINDS, PARTS, NoisyJudge
 from beyond.study import COLUMNS, Greedy, Job, named, shown, study_tables
 from kit.flags import parse
-from kit.pictures import PERTURBATIONS
+from kit.perturbations import PERTURBATIONS
 from rewards import BoxJudge, Lambdas, crop, hand_made, judge_input, reward_named
 from sandbox import Observation
 from train import parse_config
