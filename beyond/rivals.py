@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
 
-from kit.answers import BOXED, CUE, final_answer, read_choices, same_answer
+from kit.answers import BOXED, CUE, final_answer, read_choice, same_answer
 from rewards import Group, Judge, Reward, judge_input, outcome, ran_well
 from rollout import Trajectory
 from sandbox import Observation
@@ -42,7 +42,7 @@ def contradicts(trajectory: Trajectory) -> bool:
         return False
     conclusion = re.split(r"[.;!]\s|\n", final_answer(said).strip())[0]
     options = trajectory.sample.options
-    a, b = (read_choices(text, options) for text in (conclusion, trajectory.answer))
+    a, b = (read_choice(text, options) for text in (conclusion, trajectory.answer))
     return not (a == b if a and b else same_answer(conclusion, trajectory.answer))
 
 

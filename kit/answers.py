@@ -63,7 +63,8 @@ from string import ascii_uppercase as LETTERS
 
 import mpmath as mp
 
-from kit.formulas import DIGITS, FUNCTIONS, GREEK, GROUP, NAME, equal, near, plain, value_of
+from kit.formulas import DIGITS, FUNCTIONS, GREEK, GROUP, NAME, near, plain, value_of
+from kit.grader import GRADER
 
 MAX_ANSWER = 1000  # characters: long answers are how graders get talked round
 
@@ -116,7 +117,7 @@ def is_correct(reply: str | None, reference: str, options: Sequence[str] = ()) -
         return same_answer(reply, reference)
     right, text = lettered.groups()
     if text is None:
-        return read_choices(reply) == {right}
+        return read_choice(reply) == right
     match = LETTER.fullmatch(said := final_answer(reply))
     letter, rest = (match[1].upper(), match[2] or text) if match else (right, said)
     return letter == right and same(rest, text)
@@ -151,9 +152,15 @@ def undressed(options: Iterable[object]) -> tuple[str, ...]:
     return tuple(re.sub(dress.format(x), "", str(o)) for x, o in zip(LETTERS, options))
 
 
+def read_choice(reply: str, options: Sequence[str] = ()) -> str | None:
+    """The one option that a reply names, as a letter; None if it names none, or several.
+    Without options any letter is one. Of options with equal texts it is the first."""
+    letters = read_choices(reply, options)
+    return next(iter(letters)) if len(letters) == 1 else None
+
+
 def read_choices(reply: str, options: Sequence[str] = ()) -> set[str]:
-    """All options that a reply names, as letters; none if it contradicts itself or says more. Of
-    options with equal texts it is the first. Without options any letter is one, but never two."""
+    """All options that a reply names, as letters; none if it contradicts itself or says more."""
     texts = [plain(option) for option in options][: len(LETTERS)]
     said = conclusion(reply)
     if letter := one_choice(plain(said), texts):
@@ -214,7 +221,7 @@ def same(reply: str, reference: str) -> bool:
     if unit != wanted_unit and unit and wanted_unit or LONG_WORD.search(f"{reply} {reference}"):
         return False
     formula = any(FORMULA.search(t) or OPERAND.search(t) for t in (reply, reference))
-    return formula and equal(reply, reference)
+    return formula and GRADER.same(reply, reference)
 
 
 def same_text(reply: str, reference: str) -> bool:
@@ -262,8 +269,9 @@ UNITS = {  # unit -> its names; symbols also take the prefixes k, c, m, ..., and
 PREFIXES = {"kilo": "k", "centi": "c", "milli": "m", "deci": "d", "mega": "M", "giga": "G",
             "micro": "μ", "nano": "n", "tera": "T", "hecto": "h", "u": "μ"}  # fmt: skip
 UNIT_OF = {name: unit for unit, names in UNITS.items() for name in [unit, *names.split()]}
-NAMED = "|".join(map(re.escape, sorted(UNIT_OF, key=len, reverse=True)))
-UNIT = re.compile(rf"({'|'.join(PREFIXES)}|[kcmdMGμnTh])?({NAMED})(?:s|es)?")
+NAMED = sorted(UNIT_OF, key=len, reverse=True)
+PREFIX = rf"{'|'.join(PREFIXES)}|[kcmdMGμnTh]"
+UNIT = re.compile(rf"({PREFIX})?({'|'.join(map(re.escape, NAMED))})(?:s|es)?")
 FACTOR = re.compile(r" ?([*/]?) ?([^\W\d_]+|°[CF]?|[%$€£¥₹])\.?(?:\^?(-?\d))?")
 AMOUNTS = re.compile(  # what follows a number and is no unit: part of the number, or a letter
     rf"(?:hundred|thousand|.illion|dozen|lakh|crore|hal(?:f|ve)|third|quarter|\w+th|squared|cubed|"

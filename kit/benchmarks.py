@@ -14,28 +14,33 @@ import ast
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from string import ascii_uppercase as LETTERS
 
 from PIL import Image
 
 from kit.answers import check_reference, final_answer, is_open, read_number, same_answer, undressed
 from kit.boxes import outwards
-from kit.formulas import equal
+from kit.grader import GRADER
 from kit.tables import Bad, Usable, blaming, read_image, read_rows
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A benchmark of the paper's Tables 3 and 4."""
+    """A benchmark of the paper's Tables 3 and 4.
 
-    where: str  # hub name:split (tables.read_rows); VLMEvalKit's TSV files have the same questions
-    # A row -> id, question, options, answer, part (the score is split by it), and perhaps boxes,
-    # cycle, and the benchmark's own rule(answer, reference) -> bool; or raises Bad.
+    where   hub name:split (tables.read_rows); VLMEvalKit's TSV files have the same questions
+    read    a row -> id, question, options, answer, part (the score is split by it), and perhaps
+            boxes, cycle, and the benchmark's own rule(answer, reference) -> bool; or raises Bad
+    """
+
+    where: str
     read: Callable[[dict], dict]
     kind: str = "neutral"  # "search": the evidence must be looked for
     judged: bool = False  # open answers that the rules call wrong go to a judge
@@ -108,8 +113,12 @@ def vstar(row: dict) -> dict:
     if "text" not in row:
         return ask(row, choice=True)
     question, *options = re.split(r"\s*^\([A-Z]\) ?", row["text"], flags=re.MULTILINE)
-    options = [option.split("\n")[0] for option in options]  # below stands how to answer: we say it
+    if not options:
+        raise Bad("text", f"expected a question and options (A) ..., got {row['text']!r}")
+    options[-1] = options[-1].split("\n")[0]  # below it stands how to answer: we say that
     labels = row["folder"] / Path(filled(row, "image")).with_suffix(".json")
+    if not labels.is_file():
+        raise Bad("image", f"expected its boxes in {labels}")
     with blaming("image"):  # x, y, width, height of each box
         found = filled(json.loads(labels.read_text(encoding="utf-8")), "bbox")
         boxes = tuple(outwards(x, y, x + width, y + height) for x, y, width, height in found)
@@ -126,7 +135,7 @@ def hrbench(row: dict) -> dict:
     return ask(row, choice=True, part=parts[kind], cycle=str(filled(row, "cycle_category")))
 
 
-def realworld(row: dict) -> dict:
+def mme_realworld(row: dict) -> dict:
     part = filled(row, "part").split("/")[0]  # Perception or Reasoning
     return ask(row, choice=True, part=part)
 
@@ -211,7 +220,7 @@ def mathvision(row: dict) -> dict:
 def near_value(answer: str, reference: str) -> bool:
     """Numbers and formulas are equal if they are when rounded to two decimals."""
     texts = final_answer(answer), final_answer(reference)
-    return same_answer(answer, reference) or equal(*texts, places=2)
+    return same_answer(answer, reference) or GRADER.same(*texts, 2)
 
 
 def charxiv(row: dict) -> dict:
@@ -259,7 +268,9 @@ BENCHES = {
     "hrbench4k": Bench("DreamMr/HR-Bench:hr_bench_4k", hrbench, "search"),
     "hrbench8k": Bench("DreamMr/HR-Bench:hr_bench_8k", hrbench, "search"),
     "vlmblind": Bench("XAI/vlmsareblind:valid", vlmblind, mean_of_parts=True),
-    "mme-realworld-lite": Bench("yifanzhang114/MME-RealWorld-lite-lmms-eval", realworld, "search"),
+    "mme-realworld-lite": Bench(
+        "yifanzhang114/MME-RealWorld-lite-lmms-eval", mme_realworld, "search"
+    ),
     "mathvista": Bench("AI4Math/MathVista:testmini", mathvista),
     "mathverse": Bench("AI4Math/MathVerse:testmini.parquet", mathverse, judged=True),
     "mathvision": Bench("MathLLMs/MathVision:testmini", mathvision),
@@ -275,7 +286,9 @@ class Questions:
     def __init__(self, name: str, where: str | None = None, first: int | None = None) -> None:
         self.bench, self.rows = BENCHES[name], read_rows(where or BENCHES[name].where)
         self.name, self.title = name, f"{name} ({where or self.bench.where})"
-        counted = (i for i, row in enumerate(self.rows) if row.get("split") != "dev")
+        splits = len(self.rows) and "split" in self.rows[0]  # else no row need be read for that
+        every = range(len(self.rows))
+        counted = (i for i in every if not splits or self.rows[i].get("split") != "dev")
         self.numbers = [*islice(counted, first)]
 
     @cached_property
@@ -318,8 +331,10 @@ class Questions:
 
     def picture(self, i: int) -> Image.Image:
         row = self.row(i)
-        with blaming(f"{self.title}: row {i}"):
+        try:
             return sheet([read_image(cell, row["folder"]) for cell in pictures(row)])
+        except ValueError as error:
+            raise ValueError(f"{self.title}: row {i}: {error}") from error
 
 
 def pictures(row: dict) -> list:
@@ -349,9 +364,13 @@ def published(answers: Iterable[tuple[str, str, float]], mean_of_parts: bool = F
     >>> published([("p", "0", 1), ("p", "0", 0), ("p", "1", 1)])
     {'p': 0.75, 'all': 0.75}
     """
-    import pandas  # here: it takes a second, which the toy need not spend
-
-    table = pandas.DataFrame(answers, columns=["part", "cycle", "right"]).astype({"right": float})
-    means = table.pivot_table("right", "cycle", "part")  # [cycles, parts]
-    whole = means.mean(axis=1) if mean_of_parts else table.groupby("cycle").right.mean()
-    return means.mean().to_dict() | {"all": float(whole.mean())}
+    cycles = defaultdict(lambda: defaultdict(list))
+    for part, cycle, right in answers:
+        cycles[cycle][part].append(right)
+    scores = defaultdict(list)
+    for parts in cycles.values():
+        means = {part: fmean(rights) for part, rights in sorted(parts.items())}
+        total = means.values() if mean_of_parts else sum(parts.values(), [])
+        for part, value in (means | {"all": fmean(total)}).items():
+            scores[part].append(value)
+    return {part: fmean(values) for part, values in scores.items()}

@@ -3,23 +3,23 @@ formulas.py: one spelling for mathematics, and a reader that takes a formula in 
 
 Concept     Two formulas are equal if they have the same value, whatever numbers their letters
             stand for: here each letter stands for nine at once. What the grammar does not cover is
-            no formula, so that no formula is ever compared in part. Nor is what no computer could
-            hold, as 9^{9^{9^9}}: exponents, and what functions are of, have a bound.
+            no formula, so that no formula is ever compared in part.
 Paper       nothing: CodeV does not say how formulas are compared
 In          texts as people, LaTeX and keyboards write them
 Out         plain(text): one spelling of all of them; equal(a, b) of two texts
 Left out    matrices, sums, integrals, logic, unions of intervals
-Read next   answers.py (which asks where numbers and texts differ)
+Read next   grader.py (the process in which formulas are read), answers.py
 
 The grammar, loosest first: a list with commas; = ≠ < > ≤ ≥ ∈; ratios a:b; + and -; products; signs;
 powers, after ! % and °; atoms. A number follows another factor only after a sign, so "4 2", "x2"
 and "H2O" are no products; "2 1/2" is a mixed number. ± stands for a list of two.
 """
 
+from __future__ import annotations
+
 import operator
 import random
 import re
-import threading
 from dataclasses import dataclass
 from functools import partial
 from unicodedata import normalize
@@ -29,8 +29,6 @@ import numpy as np
 
 mp.mp.dps, CANCELLED = 60, mp.mpf(10) ** -40  # digits; a sum so much less than its terms is 0
 TRIALS = 9  # a value is [TRIALS], an array of mpmath's numbers
-LARGEST = mp.mpf(10) ** 150  # exponents and arguments
-LOCK = threading.Lock()  # mpmath's functions change its precision for a moment
 SIGNS = {
     "*": r"× · ⋅ ∙ ∗ • \times \cdot \ast", "/": r"÷ ∕ ⁄ \div", "-": "− – — ‐ ‑", "^": "**",
     "≤": r"<= ⩽ ≦ \le \leq \leqslant", "≥": r">= ⩾ ≧ \ge \geq \geqslant", "≠": r"!= \ne \neq",
@@ -140,18 +138,11 @@ def cleaned(value, scale=1):
     return np.where(abs(value) <= CANCELLED * abs(scale), mp.mpf(0), value)
 
 
-def bounded(value):
-    if LARGEST < abs(value) < mp.inf:
-        raise OverflowError("no formula: its value would fill all memory")
-    return value
-
-
 def root(degree, value):
-    odd = bounded(degree) % 2 == 1 and mp.im(value) == 0 and mp.re(value) < 0
+    odd = degree % 2 == 1 and mp.im(value) == 0 and mp.re(value) < 0
     return -mp.root(-value, degree) if odd else value ** (1 / degree)
 
 
-POWER = np.frompyfunc(lambda base, exponent: base ** bounded(exponent), 2, 1)
 RELATIONS = "=≠<>≤≥∈"
 BINARY = {  # how tightly a sign binds, and what it does; "" stands for no sign
     **{sign: (0, partial(joined, ",")) for sign in ",;"},
@@ -160,16 +151,13 @@ BINARY = {  # how tightly a sign binds, and what it does; "" stands for no sign
     "+": (3, lambda left, right: cleaned(left + right, left)),
     "-": (3, lambda left, right: cleaned(left - right, left)),
     **dict.fromkeys(("*", ""), (4, operator.mul)),
-    "/": (4, operator.truediv), "^": (6, POWER),
+    "/": (4, operator.truediv), "^": (6, operator.pow),
 }  # fmt: skip
 AFTER = {"%": lambda x: x / 100, "°": lambda x: x * mp.pi / 180}
-AFTER["!"] = np.frompyfunc(lambda x: mp.factorial(bounded(x)), 1, 1)
+AFTER["!"] = np.frompyfunc(mp.factorial, 1, 1)
 FUNCTIONS = {
     **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan")},
-    **{
-        name: lambda x, function=getattr(mp, name): function(bounded(x))
-        for name in "sinh cosh tanh sin cos tan cot sec csc exp".split()
-    },
+    **{name: getattr(mp, name) for name in "sinh cosh tanh sin cos tan cot sec csc exp".split()},
     **{"ln": mp.log, "lg": mp.log10, "log": mp.log},
 }
 CONSTANTS = {"π": mp.pi, "e": mp.e, "i": mp.j, "∞": mp.inf}
@@ -267,7 +255,7 @@ class Reader:
         value = np.frompyfunc(FUNCTIONS[name], 1, 1)(value)
         if name == "log":  # some mean 10 by no base, some e: it is a number of its own
             value = value / (letter("λ_log") if base is None else np.frompyfunc(mp.log, 1, 1)(base))
-        return POWER(value if name == "exp" else cleaned(value), power)
+        return (value if name == "exp" else cleaned(value)) ** power
 
 
 def number(value) -> np.ndarray:
@@ -286,31 +274,26 @@ def letter(name: str) -> np.ndarray:
 
 def equal(one: str, other: str, places: int | None = None) -> bool:
     """Are two texts formulas of the same value, within one part in a million, or, if both are plain
-    numbers, when rounded to so many decimal places? ("x = 3" has the value of 3, too.)"""
+    numbers, when rounded to so many decimal places? ("x = 3" has the value of 3, too.) Raises what
+    reading and arithmetic raise for a text that is none."""
     one, other = plain(one), plain(other)
     pairs = (one, other), (NAME.sub(r"\1", one), other), (one, NAME.sub(r"\1", other))
-    try:
-        if any(alike(*map(value_of, pair)) for pair in dict.fromkeys(pairs)):
-            return True
-        said, wanted = value_of(one), value_of(other)
-    except (ValueError, ArithmeticError, TypeError, RecursionError):
-        return False  # one is no formula, or has no value that mpmath knows
+    if any(alike(*map(value_of, pair)) for pair in pairs):
+        return True
+    said, wanted = value_of(one), value_of(other)
     if places is None or any(isinstance(value, Parts) for value in (said, wanted)):
         return False
     fixed = all(near(x, value[0]) for value in (said, wanted) for x in value)  # without letters
     real = mp.im(said[0]) == mp.im(wanted[0]) == 0
-    one, other = (round(float(mp.re(value[0])), places) for value in (said, wanted))
-    return fixed and real and one == other
+    return fixed and real and round(float(said[0]), places) == round(float(wanted[0]), places)
 
 
 def value_of(text: str) -> np.ndarray | Parts:
-    """Raises what reading and arithmetic raise for a text that is no formula."""
     if {"±", "∓"} & {*text}:
         pair = (text.translate(str.maketrans("±∓", signs)) for signs in ("+-", "-+"))
         return Parts(",", [*map(value_of, pair)])
     reader = Reader(text)
-    with LOCK:
-        value = reader.read(0)
+    value = reader.read(0)
     reader.need("")  # the end
     return value
 

@@ -13,6 +13,8 @@ Left out    what a column means (schemas.py, benchmarks.py); streaming from the 
 Read next   schemas.py (the fields of a question), data.load_rl (what its rows become)
 """
 
+from __future__ import annotations
+
 import base64
 import fcntl
 import glob
@@ -58,7 +60,9 @@ class Rows(Lazy):
     is what relative paths in them start from. `version` lists path, time of change and size of
     the tables' files, so it is another one when a file is."""
 
-    def __init__(self, tables: list[Sequence[dict]], folder: Path, files: list[Path]) -> None:
+    def __init__(
+        self, tables: Sequence[Sequence[dict]], folder: Path, files: Sequence[Path] = ()
+    ) -> None:
         places = [(table, i) for table in tables for i in range(len(table))]
         super().__init__(lambda place: place[0][place[1]], places)
         facts = [(str(file.absolute()), file.stat()) for file in files]
@@ -106,14 +110,16 @@ def read_rows(where: str | Path) -> Rows:
 
 
 def _download(name: str, split: str) -> Path:
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is None:
+        raise FileNotFoundError(f"no data in {name}: neither a file, a folder nor a hub name (a/b)")
     from huggingface_hub import snapshot_download
 
     patterns = [p + word + "*" for word in split.split("+") for p in ("", "*/")]
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise FileNotFoundError(
-            f"no data in {name}: it is no file or folder here, and the hub does not give it "
+            f"no data set {name!r}: it is no file or folder here, and the hub does not give it "
             f"({str(error).splitlines()[0]}). Check name, network and licence, or give a local path"
         ) from error
 
@@ -124,6 +130,8 @@ def _table(file: Path):
 
     if (kind := SUFFIXES.get(file.suffix)) is None:
         raise ValueError(f"{file}: expected a file that ends in one of {', '.join(SUFFIXES)}")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is empty")
     options = {}
     if kind == "csv":  # text throughout: no 007 -> 7, no option "None" -> missing
         import pandas
@@ -135,10 +143,10 @@ def _table(file: Path):
     try:
         path = glob.escape(str(file.absolute()))  # a name may hold brackets
         table = datasets.load_dataset(kind, data_files=path, split="train", **options)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         why = str(error.__cause__ or error)
-        if not why or "corresponds to no data" in why:  # in the words of `datasets`
-            why = "it has no rows"
+        if "corresponds to no data" in why or "BatchSize must be greater than 0" in why:
+            why = "it has no rows"  # in the words of `datasets`, of text and parquet
         raise ValueError(f"{file} cannot be read as {file.suffix}: {why}") from error
 
     def leave_undecoded(feature) -> None:
@@ -204,12 +212,12 @@ class Bad(ValueError):
 
 @contextmanager
 def blaming(field: str) -> Iterator[None]:
-    """An error inside that is the row's becomes Bad, with this field to blame; a Bad stays so."""
+    """A ValueError inside becomes Bad, with this field to blame; a Bad keeps its own."""
     try:
         yield
     except Bad:
         raise
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise Bad(field, str(error)) from error
 
 
@@ -234,6 +242,8 @@ class Usable(Lazy):
     def __init__(
         self, rows: Sequence, check: Callable, make: Callable, on_bad: str, title: str, key=None
     ) -> None:
+        if on_bad not in ("skip", "stop"):
+            raise ValueError(f"on_bad is 'skip' or 'stop', got {on_bad!r}")
         self.skipped = bad_rows([*rows], check, title, key)
         if self.skipped and on_bad == "stop":
             raise ValueError("{}: row {}, {}: {}".format(title, *self.skipped[0]))

@@ -166,6 +166,7 @@ def load(tmp_path, name, *changes):
     ("vstar, tsv", {"answer": "E"}, "answer: .* name one of the options .*, but is 'E'"),
     ("vstar, tsv", {"A": "", "B": "", "C": ""}, "expected options in options, .*, A, B"),
     ("vstar, tsv", {"A": "red", "B": "", "C": "green"}, "without a gap, got A, C"),
+    ("vstar, tsv", {"text": "What?"}, r"text: expected a question and options \(A\)"),
     ("hrbench, tsv", {"category": "triple"}, "expected single or cross, got 'triple'"),
     ("mme-realworld-lite, parquet", {"multi-choice options": None}, "Answer choices, A, B"),
     ("mathvista, tsv", {"choices": "[yes"}, r"expected a list or dict, got '\[yes'"),
