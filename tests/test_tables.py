@@ -200,7 +200,7 @@ def test_a_fingerprint_survives_a_copy_and_no_change(tmp_path):
 
 
 def test_a_large_file_is_read_in_parts():
-    rows, size = Rows([], Path(), []), 1 << 30
+    rows, size = Rows([], Path()), 1 << 30
     with tempfile.NamedTemporaryFile() as file:
         os.truncate(file.name, size)
         rows.version = [(file.name, 0, size)]
