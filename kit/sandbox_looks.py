@@ -188,8 +188,7 @@ class Origins:
 
     def __init__(self, image: Image.Image):
         self.image, self.whole = image, None  # the array is made when it is needed
-        some = some_pixels(image).tobytes()
-        self.known: dict[tuple, list] = {(image.size, some): []}  # -> steps, newest last
+        self.known = {(image.size, some_pixels(image).tobytes()): []}  # -> steps, newest last
         self.begin()
 
     def begin(self) -> None:
@@ -214,9 +213,9 @@ class Origins:
         if (pixels := some_pixels(picture)) is None:
             return None
         w, h = size_of(picture)
-        for way in range(8):
-            turned = (h, w) if way in (1, 3, 4, 6) else (w, h)
-            if (steps := self.known.get((turned, lay(pixels, way).tobytes()))) is not None:
+        laid = [((h, w) if way in (1, 3, 4, 6) else (w, h), lay(pixels, way)) for way in range(8)]
+        for way, (size, turned) in enumerate(laid):
+            if (steps := self.known.get((size, turned.tobytes()))) is not None:
                 return [*steps, *turn_back(way, w, h)]
         array = np.asarray(picture)
         if self.searches and array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3:
@@ -226,10 +225,13 @@ class Origins:
                 return steps
         alike = []  # how well it follows what is known, newest first, and the steps to it
         for ((wide, high), some), steps in reversed(self.known.items()):
-            if len(alike) < 20 and abs(w * high - h * wide) <= max(w, h, wide, high):  # rounded
-                resize = ["pil", w, h, Image.BICUBIC, 0.0, 0.0, float(wide), float(high), None]
-                claim = [*steps, *[resize] * ((w, h) != (wide, high))]
-                alike.append((abs(correlation(np.frombuffer(some, int), pixels.ravel())), claim))
+            for way, ((to_w, to_h), turned) in enumerate(laid):  # up to a rounded side
+                if len(alike) < 80 and abs(to_w * high - to_h * wide) <= max(w, h, wide, high):
+                    follows = abs(correlation(np.frombuffer(some, int), turned.ravel()))
+                    resize = ["pil", to_w, to_h, Image.BICUBIC, 0, 0, wide, high, None]
+                    claim = [*steps, *[resize] * ((to_w, to_h) != (wide, high))]
+                    follows += 0.08 * (not way and not alike)  # ours: text looks alike flipped
+                    alike.append((follows, claim + turn_back(way, w, h)))
         return max(alike, key=lambda pair: pair[0])[1] if alike else None
 
 

@@ -30,8 +30,7 @@ def parses(code: str) -> bool:
 
 def plain(code: str) -> list[str]:
     """Without byte order marks, zero-width spaces and foreign ends of lines."""
-    visible = re.sub("[\ufeff\u200b\0]", "", re.sub("\r\n?", "\n", code))
-    return [visible.replace("\u00a0", " ")]
+    return [re.sub("[\ufeff\u200b\0]", "", re.sub("\r\n?", "\n", code)).replace("\u00a0", " ")]
 
 
 def unfence(code: str) -> list[str]:

@@ -322,7 +322,7 @@ def stand_ins(w: Recorder) -> list[tuple[object, str, object]]:
             if image.mode not in ("RGB", "L", "CMYK"):
                 w.note(f"{image.mode} turned into RGB for JPEG")
                 image = flat(image)
-        old(image, path, format, **options)
+        old(image, path, format, **{"compress_level": 1} | options)  # PNG: at 8K, in time
         if isinstance(path, str):
             if kind in ("PNG", "GIF") and "transparency" in options:  # a colour that they hide
                 image = image.copy()

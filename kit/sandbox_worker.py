@@ -126,9 +126,8 @@ class Worker(Recorder):
             self.error = f"Blocked: {call}; processes can be neither started nor signalled"
             return
         self.bgr = (self.bgr or "imread" in code) and "2RGB" not in code
-        self.names |= {"open": builtins.open, "input": self.input, "__parts__": self.parts}
-        self.names |= dict.fromkeys(("display", "__display__"), self.display)
-        self.names["__return__"] = self.leave  # see `rewrite`
+        hooks = {"__parts__": self.parts, "__display__": self.display, "__return__": self.leave}
+        self.names |= hooks | {"open": builtins.open, "input": self.input, "display": self.display}
         exec(compile(rewrite(tree, nodes), "<code>", "exec"), self.names)
 
     def collect(self) -> None:
