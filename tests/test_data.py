@@ -48,6 +48,7 @@ def test_squares_lie_inside_their_own_cells_and_share_nothing(seed):
         cx0, cy0, cx1, cy1 = s.cell_box
         assert cx0 < x0 < x1 < cx1 and cy0 < y0 < y1 < cy1
         assert x1 - x0 == y1 - y0 in (40, 44, 48) and x0 % 4 == y0 % 4 == 0
+        assert s.cell == "abcd"[x0 // 64] + str(y0 // 64 + 1)
 
 
 @pytest.mark.parametrize("shortcut", [0.0, 0.5, 1.0])
@@ -60,14 +61,21 @@ def test_the_dial_is_the_share_of_usual_textures(shortcut):
 def test_a_guesser_is_always_wrong_against_the_prior():
     for q in out_of_prior_questions(100, 0):
         assert q.kind == "search" and q.against_prior and not is_usual(q)
-    assert not any(q.against_prior for q in toy_questions(100, 0))
+    for q in toy_questions(100, 0):  # where the prior is always right
+        assert not q.against_prior and (q.kind == "neutral" or is_usual(q))
 
 
-def test_questions_depend_on_their_arguments_alone():
+@pytest.mark.parametrize("make", [toy_questions, out_of_prior_questions, demonstrations])
+def test_questions_depend_on_their_arguments_alone(make):
     def drawn(seed):
-        return [(s.question, s.answer, s.image.tobytes()) for s in toy_questions(20, seed)]
+        made = [getattr(one, "sample", one) for one in make(20, seed)]
+        assert all([b[2] - b[0] < 64 for b in s.boxes] == [1] * (s.kind == "search") for s in made)
+        return [s.image.tobytes() + s.question.encode() for s in made], {s.id for s in made}
 
-    assert drawn(3) == drawn(3) != drawn(4)
+    (three, ids), (four, others) = drawn(3), drawn(4)
+    assert drawn(3)[0] == three != four and len(ids) == 20 and not ids & others
+    with pytest.raises(ValueError, match="between 0 and 1, got 1.5"):
+        toy_questions(1, 0, shortcut=1.5)
     assert 0.1 < np.mean([s.kind == "neutral" for s in toy_questions(400, 0)]) < 0.4
 
 
@@ -75,6 +83,8 @@ def test_questions_depend_on_their_arguments_alone():
 def test_demonstrations_follow_the_habit_and_do_what_they_say(habit):
     demos = demonstrations(1500, 0, habit)
     search = [d for d in demos if d.route != "neutral"]
+    assert len(search) / len(demos) == pytest.approx(0.75, abs=0.04)
+    assert (demonstrations(9, 0) == demos[:9]) == (habit == "careless")
     if habit == "careless":  # the habit behind docs/results.md
         assert data.HABITS[habit] == {"right": 0.2, "whole": 0.1, "slip": 0.3, "guess": 0.4}
     usual = np.mean([is_usual(d.sample) for d in search])
@@ -83,8 +93,8 @@ def test_demonstrations_follow_the_habit_and_do_what_they_say(habit):
         assert np.mean([d.route == route for d in search]) == pytest.approx(share, abs=0.04)
     for d in search:
         looks, named = data.LOOKS[d.route], d.sample.question.split()[5]
-        said = d.turns[-1].split("<answer>")[1][: -len("</answer>")]
-        assert said == (d.sample.answer if "target" in looks else data.USUAL_TEXTURE[named])
+        said = d.sample.answer if "target" in looks else data.USUAL_TEXTURE[named]
+        assert f"<answer>{said}</answer>" in d.turns[-1]
         assert len(d.turns) == len(looks) + 1
         x0, y0, x1, y1 = d.sample.boxes[0]
         for place, turn in zip(looks, d.turns):
@@ -95,8 +105,8 @@ def test_demonstrations_follow_the_habit_and_do_what_they_say(habit):
             if place == "beside":  # always on the same side, but at the edge
                 assert box[0] == (x0 // 64 + 1) * 64 or (x0 // 64, box[0]) == (3, 2 * 64)
                 assert box[1] == y0 // 64 * 64
-    looking = [len(d.turns) for d in demos if d.route == "neutral"]
-    assert (np.mean(looking) > 1.4) == (habit == "eager") and set(looking) <= {1, 2}
+    looking = [len(d.turns) - 1 for d in demos if d.route == "neutral"]
+    assert np.mean(looking) == pytest.approx(0.5 * (habit == "eager"), abs=0.08)
 
 
 @given(st.text("ab <é", max_size=30), st.integers(1, 30))
@@ -111,30 +121,27 @@ def test_an_observation_tells_of_every_repair_and_error():
     seen = Observation(text="2\n", notes=["note: a"], error="ValueError: b")
     text = data.observation_text(seen, str, limit=1)  # the limit is the log's
     assert text.splitlines() == ["2", "note: a", "ValueError: b", data.FIX_IT]
+    assert data.observation_text(Observation(images=[PICTURE] * 2), str, 9) == data.IMAGE * 2
 
 
 def test_a_prompt_tells_the_size_and_foreign_text_is_cleaned_wherever_it_enters():
     asked = Sample("x", PICTURE, "<forged>", "!", options=("<forged>",))
     seen = Observation("<forged>", notes=["<forged>"], error="<forged>", environment="<forged>")
     clean = lambda text: text.replace("<forged>", "clean")  # noqa: E731
-    text = "".join(part.get("text", "") for part in data.messages(asked, clean)[1]["content"])
+    picture, *parts = data.messages(asked, clean)[1]["content"]
+    text = "".join(part["text"] for part in parts)
     told = data.observation_text(seen, clean, 99)
     assert "forged" not in text + told and (text.count("clean"), told.count("clean")) == (2, 4)
-    assert "480x320" in text
-
-
-def test_bad_arguments_say_what_was_expected():
-    with pytest.raises(ValueError, match="between 0 and 1, got 1.5"):
-        toy_questions(1, 0, shortcut=1.5)
-    with pytest.raises(ValueError, match="'search' or 'neutral', got 'chart'"):
-        Sample("x", Image.new("RGB", (9, 9)), "?", "!", kind="chart")
+    assert "480x320" in text and text.startswith("clean\nA. clean\n") and picture["type"] == "image"
 
 
 @pytest.mark.parametrize("size", [(5600, 28), (1, 200), (0, 5)])
 def test_an_image_that_the_model_cannot_take_is_refused_by_name(size):
     with pytest.raises(ValueError, match=f"sample thin: its image has {size[0]}x{size[1]} pixels"):
         Sample("thin", Image.new("RGB", size), "?", "!")
-    Sample("fine", Image.new("RGB", (199, 1)), "?", "!")
+    assert Sample("fine", Image.new("LA", (199, 1)), "?", "!").image.mode == "RGB"
+    with pytest.raises(ValueError, match="'search' or 'neutral', got 'chart'"):
+        Sample("x", PICTURE, "?", "!", kind="chart")
 
 
 # Public data sets

@@ -72,6 +72,8 @@ def test_the_toy_has_half_as_many_questions_against_its_prior_and_repeats_exactl
     assert len(against) == 6 and len({s.id for s in samples}) == len(samples) == 18
     assert all(s.answer != USUAL_TEXTURE[s.question.split()[5]] for s in against)
     assert [s.answer for s in samples] == [s.answer for s in again] != [s.answer for s in other]
+    for s in load_toy(n=12, seed=3, shortcut=0.0):
+        assert s.kind == "neutral" or s.answer != USUAL_TEXTURE[s.question.split()[5]]
 
 
 @pytest.mark.parametrize("rollouts", [1, 2])
@@ -230,26 +232,6 @@ def test_a_tsv_is_loaded_lazily_and_its_bad_row_is_named(tmp_path):
     assert len(load_bench("hrbench4k", file, first=1)) == 1
 
 
-def test_vstar_has_its_boxes_in_corners(tmp_path):
-    folder = tmp_path / "direct_attributes"
-    folder.mkdir()
-    Image.new("RGB", (200, 150)).save(folder / "sa_1.jpg")
-    (folder / "sa_1.json").write_text('{"bbox": [[10, 20.5, 30, 5], [0, 0, 1.2, 1]]}')
-    text = "What color?\n(A) red (dark)\n(B) blue\nAnswer with the option's letter."
-    row = {"image": "direct_attributes/sa_1.jpg", "text": text, "category": "direct_attributes",
-           "label": "A", "question_id": 0}  # fmt: skip
-    questions = tmp_path / "test_questions.jsonl"
-    questions.write_text(json.dumps(row) + "\n")
-    for where in (tmp_path, questions):
-        sample = load_bench("vstar", where)[0]
-        assert sample.boxes == ((10, 20, 40, 26), (0, 0, 2, 1)) and sample.answer == "A"
-        assert sample.options == ("red (dark)", "blue") and sample.question == "What color?"
-        assert (sample.source, sample.part) == ("vstar", "direct_attributes")
-    (folder / "sa_1.json").unlink()
-    with pytest.raises(ValueError, match=r"row 0, image: expected its boxes in .*sa_1\.json"):
-        load_bench("vstar", tmp_path)
-
-
 def test_the_summary_has_the_benchmarks_own_score_and_leaves_out_what_nobody_graded():
     own = dict(image=Image.new("RGB", (8, 8)), question="?", answer="1", kind="neutral")
     parts = enumerate(("a", "a", "b", "b"))
@@ -280,7 +262,7 @@ def episodes_in(folder):
 
 def run(policy, samples, out, scripts=SCRIPTS, judge=BoxJudge(), **more):
     with scripted(policy, scripts):
-        return evaluate(policy, samples, judge, rules=COLD, out=out, wave=2, **more)[0]
+        return evaluate(policy, samples, judge, out=out, **{"rules": COLD, "wave": 2} | more)[0]
 
 
 def test_a_killed_evaluation_goes_on_and_ends_as_if_it_had_not_been(
@@ -344,7 +326,8 @@ def test_another_evaluation_does_not_mix_with_this_one(policy, samples, tmp_path
     run(**how | {"policy": other})
     next(other.model.parameters()).data.view(-1)[0] += 1
     judges = [type("BoxJudge", (BoxJudge,), {name: "?"})() for name in ("model", "prompt")]
-    changes = [dict(policy=other), dict(samples=samples[1:4]), dict(seed=1), dict(rollouts=2)]
+    changes = [dict(policy=other), dict(samples=samples[1:4]), dict(seed=1), dict(rollouts=2),
+               dict(wave=1), dict(rules=replace(COLD, turns=3)), dict(samples=samples[:4:2])]
     for change in (*changes, *(dict(judge=judge) for judge in judges)):
         with pytest.raises(module.Unusable, match="from another evaluation .*another judge"):
             run(**how | change)
@@ -393,6 +376,8 @@ def test_without_arguments_it_shows_how_it_is_used(capsys):
         main([])
     printed = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0 and "usage" in printed and "(default: 10)" in printed
+    others = vars(module.Options(model="m"))
+    assert [others[name] for name in module.PRESETS["toy"]] == [None, 1024, 16384, 32]
     for door in ("compare", "film", "study"):
         assert f"--{door} ... {door}.py: " in printed
 
@@ -423,23 +408,24 @@ def test_a_benchmark_run_leaves_a_table_a_summary_and_a_page(
     policy, at_once, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(module, "evaluate", asked := mock.Mock(side_effect=evaluate))
+    monkeypatch.setattr(module, "load_policy", loaded := mock.Mock(return_value=policy))
     row = ROWS["hrbench, tsv"][1] | {"answer": "B"}
     rows = [row | {"index": i, "cycle_category": i % 4, "category": "single" if i < 4 else "cross"}
             for i in range(8)]  # fmt: skip
     file, out = write_tsv(tmp_path / "hr.tsv", rows), tmp_path / "deep" / "out"
     words = f"--model m --bench hrbench4k --data {file} --max-new-tokens 32 --max-length 2048"
-    words += f" --turns 2 --temperature 0.5 --seed 7 --out {out}"
+    words += f" --turns 2 --temperature 0.5 --seed 7 --max-pixels 9 --out {out}"
     said = [["<answer>B</answer>"], ["<answer>red</answer>"]] * 2 + [["<answer>(B)</answer>"]] * 4
     with scripted(policy, said):
         main(words.split())
     told = dict(turns=2, temperature=0.5, max_new_tokens=32, max_length=2048)
     assert asked.call_args.kwargs["rules"] == replace(module.GREEDY, **told)
-    assert asked.call_args.kwargs["seed"] == 7
+    assert asked.call_args.kwargs["seed"] == 7 and loaded.call_args.args[2] == 9
     printed, summary = capsys.readouterr().out, json.loads((out / "summary.json").read_text())
     stage = summary["stages"]["hrbench4k"]
     assert stage["score"] == 0.75 and stage["parts"] == {"FCP": 1.0, "FSP": 0.5}
     assert summary["config"]["precision"] == "torch.float32"
-    assert all(word in printed for word in ("benchmark score", "no_verdict", "decorative"))
+    assert all(word in printed for word in ("benchmark score", "no_verdict", "decorative", "FSP"))
     assert len(list((out / "images").iterdir())) == 1  # eight rows share it
     assert (out / "report.html").read_text().count("<article") == 8
 
@@ -490,6 +476,6 @@ def test_boxes_judge_where_they_are_labelled_and_a_server_where_not(
     for judge in judges:
         if isinstance(judge, ChatJudge):
             assert (judge.options["max_tokens"], judge.max_pixels) == (99, 5_000_000)
-            assert judge.prompt == "evaluation"
+            assert (judge.prompt, judge.cache) == ("evaluation", tmp_path / "verdicts")
         elif judge:
             assert judge.visible == (0.9 if bench == "toy" else 0.5)

@@ -118,6 +118,7 @@ def test_boxes_are_hit_by_half_or_by_four_fifths_and_one_or_all(targets, boxes, 
     counts = count([f])
     got = [counts[f"box_{k}"].value for k in ("any_50", "all_50", "any_80", "all_80")]
     assert (f.recalls, got) == (recalls, hit)
+    assert faithfulness.HALF == BoxJudge(visible=0.5, focus=(0, 0)) and faithfulness.DRAWS == 1000
 
 
 def test_what_has_no_boxes_or_no_verdict_leaves_the_rates_that_need_them_and_is_counted():
@@ -196,19 +197,19 @@ def test_use_of_tools_by_hand():
     mended = replace(GOOD, notes=["a missing bracket was added"])
     trajectories = [
         coded(("imag.crop(b)", TYPO), ("image.crop(b).show()", mended)),
-        coded(("image.rotate(9).show()", DRAWN), *[("1/0", TYPO)] * 3),
+        coded(("image.rotate(9).show()", replace(DRAWN, sources=["edited"])), *[("1/0", TYPO)] * 4),
         coded(said="The crop shows it ."),
         coded(),
         coded(("print(1)", OURS), ("image.show()", FULL)),
     ]
     used = tool_use(trajectories).items()
     assert {name: (r.numerator, r.denominator) for name, r in used if r.value} == {
-        "0 calls": (2, 5), "2 calls": (2, 5), "4 calls": (1, 5),
-        "crop (of calls)": (3, 8), "rotate (of calls)": (1, 8), "compute (of calls)": (4, 8),
+        "0 calls": (2, 5), "2 calls": (2, 5), "5 or more calls": (1, 5),
+        "crop (of calls)": (3, 9), "rotate (of calls)": (1, 9), "compute (of calls)": (5, 9),
         "crops of 5% to 25%": (1, 2), "crops of 90% to 100%": (1, 2),
-        "failed calls": (4, 8), "failed calls after which one ran": (1, 4),
-        "repaired calls": (1, 8), "verified crops (of pictures)": (2, 3),
-        "decorative crops": (1, 5),
+        "failed calls": (5, 9), "failed calls after which one ran": (1, 5),
+        "repaired calls": (1, 9), "verified crops (of pictures)": (2, 3),
+        "edited crops (of pictures)": (1, 3), "decorative crops": (1, 5),
     }  # fmt: skip
 
 
@@ -252,6 +253,7 @@ def test_a_verdict_on_the_answer_and_one_on_the_turn_are_each_needed(
     for name, expected in (("", clean), ("_hit", clean_hit), ("_miss", clean_miss)):
         assert got["clean" + name] == expected
         assert got["accuracy" + name] == (None if expected is None else True)
+    assert changes(t, replace(copy, ended="turns"), 0, found(GOOD))["accuracy"] is False
 
 
 GREEDY = replace(RULES, temperature=0.0)
@@ -360,8 +362,7 @@ def test_who_reads_the_crop_loses_all_under_every_lie_but_identity(study):
 
 
 def test_questions_of_several_sources_are_reported_apart_and_together(study):
-    possible = {name: told["mask"]["possible"].denominator for name, told in study.items()}
-    assert possible == {"all": 3, "toy": 1, "hard": 2}
+    assert study["hard"]["mask"]["possible"].denominator == 2
     assert "nothing to perturb" in perturb_table({})
     lines = [line.split() for line in perturb_table(study).splitlines()]
     assert lines[1] == ["all"]

@@ -132,7 +132,7 @@ def test_what_the_rules_decide_is_not_asked(reference, options, answer, right):
     with pytest.raises(ValueError, match="sample q: the answer should name .*'green'"):
         grade("A", question("green", ("red", "blue")), judge)
     ruled = replace(question("No"), rule=str.startswith)  # its own rule, of short answers
-    assert [grade("No " * n, ruled, None) for n in (1, 400)] == [1.0, 0.0]
+    assert [grade("No".ljust(n), ruled, None) for n in (2, 1000, 1001)] == [1.0, 1.0, 0.0]
 
 
 def test_an_answer_without_a_verdict_leaves_the_trajectory_without_a_reward():
@@ -193,19 +193,16 @@ def test_box_judge_by_hand(boxes, expected):
     assert BoxJudge()(*looked_at(*boxes, targets=())) is None
 
 
-def test_nearly_the_whole_image_is_no_crop_even_of_a_large_target():
-    for side, expected in ((256, 0.0), (254, 0.0), (242, 1.0)):  # the last is 89 % of it
-        asked = looked_at((0, 0, side, side), targets=((0, 0, 250, 250),))
-        assert BoxJudge(focus=(0.1, 0.05))(*asked) == expected
-
-
 @pytest.mark.parametrize("judge, score", [
     (BoxJudge(0.9, (0, 0)), 1.0), (BoxJudge(0.91, (0, 0)), 0.0),
     (BoxJudge(0.9, (1, 0.5)), 1.0), (BoxJudge(0.9, (1.01, 1)), 0.5),
     (BoxJudge(0.9, (0, 0), 100 / 65536), 1.0), (BoxJudge(0.9, (0, 0), 0.0015), 0.0),
 ])  # fmt: skip
-def test_who_just_reaches_a_limit_of_the_judge_has_reached_it(judge, score):
+def test_nearly_the_whole_image_is_no_crop_and_who_just_reaches_a_limit_reached_it(judge, score):
     """A crop of 10 x 10 shows 9 of the 10 columns of a target of the same size: recall 0.9."""
+    for side, expected in ((256, 0.0), (243, 0.0), (242, 1.0)):  # the last is 89 % of it
+        asked = looked_at((0, 0, side, side), targets=((0, 0, 250, 250),))
+        assert BoxJudge(focus=(0.1, 0.05))(*asked) == expected
     assert judge(*looked_at((1, 0, 11, 10), targets=((0, 0, 10, 10),))) == score
 
 
@@ -340,7 +337,7 @@ def test_the_tool_part_is_a_mean_of_values_from_minus_1_to_1(seen):
     ("accuracy", (GOOD, PRINTED, WIDE, TYPO), "checker", 0.0, 1.0),
     ("tool_bonus", (GOOD, PRINTED, WIDE, TYPO), "checker", 3.0, 1.6),  # three calls ran
     ("tool_bonus", (NO_OP,) * 5, "checker", 5.0, 2.0),  # whatever they showed
-    ("tool_bonus", (TYPO, BLOCKED, Observation(timed_out=True)), "checker", 0.0, 1.0),
+    ("tool_bonus", (BLOCKED, Observation(timed_out=1), replace(OURS, error=None)), "checker", 0, 1),
 ])  # fmt: skip
 def test_one_trajectory_under_each_reward(name, seen, answer, part, total):
     got = reward(hand_made(SEARCH, *seen, answer=answer), name)
@@ -436,10 +433,11 @@ def test_the_log_line_by_hand():
     b = hand_made(SEARCH, answer="diagonal")  # 0
     c = hand_made(SEARCH, GOOD, TYPO, answer=None)  # -0.2
     blind = hand_made(replace(SEARCH, boxes=()), GOOD, answer="checker")  # no verdict
-    rewards = score([[a, b], [c, c], [a, blind]], "tapo", BoxJudge(), Lambdas(), random.Random(0))
-    assert summary(rewards, calls=7, environment=0) == pytest.approx({
-        "reward": (1.2 + 0 - 0.2 - 0.2 + 1.2) / 5, "answer": 3 / 6, "tools": 2 / 5,
-        "format": -2 / 6, "calls": 7 / 6, "constant_groups": 2 / 3, "no_verdict": 1,
+    groups = [[a, b], [c, c], [a, blind], [blind]]
+    rewards = score(groups, "tapo", BoxJudge(), Lambdas(), random.Random(0))
+    assert summary(rewards, calls=8, environment=0) == pytest.approx({
+        "reward": (1.2 + 0 - 0.2 - 0.2 + 1.2) / 5, "answer": 4 / 7, "tools": 2 / 5,
+        "format": -2 / 7, "calls": 8 / 7, "constant_groups": 3 / 4, "no_verdict": 2,
         "environment": 0,
     })  # fmt: skip
 

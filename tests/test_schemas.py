@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fixtures.make_fixtures import picture, png, rl_rows
+from fixtures.make_fixtures import facts, picture, png, rl_rows
 
 from kit.schemas import KINDS, named, rl_fields, thyme_fields
 from kit.tables import Bad
@@ -18,9 +18,9 @@ TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "
         {"role": "user", "content": "How many?"}]  # fmt: skip
 SIGN = "What color is the small sign?\n(A) red\n(B) green"
 SCHEMAS = {
-    "flat": (FLAT, "How many?", "4"),
-    "answer in tags": (FLAT | {"answer": "so <answer> 4 </answer>"}, "How many?", "4"),
-    "verl": (VERL, SIGN, "A"),
+    "flat": (FLAT | {"question": float("nan"), "answer": 0}, "How many?", "0"),
+    "in tags": (FLAT | {"answer": "so <answer> 4 </answer>", "image": "a.png"}, "How many?", "4"),
+    "verl": (VERL | {"prompt": "Other?", "image": "gone.png", "answer": "B"}, SIGN, "A"),
     "verl without extra_info": ({k: VERL[k] for k in VERL if k != "extra_info"}, SIGN, "A"),
     "prompt in parts": (
         FLAT | {"problem": None, "prompt": [{"role": "user", "content": PARTS}]}, "How many?", "4"),
@@ -31,9 +31,11 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_public_schemas_differ_in_their_columns_alone(schema, tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
     row, question, answer = SCHEMAS[schema]
-    fields = rl_fields(row, 5, tmp_path)
-    assert (fields["question"], fields["answer"]) == (question, answer)
+    fields = rl_fields({"boxes": [[1, 2.5, 3, 999]]} | row, 5, tmp_path)
+    told = (fields["question"], fields["answer"], fields["boxes"])
+    assert told == (question, answer, ((1, 2, 3, 320),))
     assert fields["image"].tobytes() == PICTURE.tobytes()
 
 
@@ -44,7 +46,7 @@ BAD = [  # what is changed in a flat row, the reason
     (dict(problem=" <image> "), "expected a text, got"),
     (dict(problem=None, prompt=[{"role": "system", "content": "x"}]), "text"),
     (dict(answer=None), "nothing in reward_model.ground_truth or answer"),
-    (dict(answer=["4", "four"]), "expected a text or a number, got"),
+    *((dict(answer=a), "expected a text or a number, got") for a in (["4", "four"], True)),
     (dict(answer="C", options=TWO), "should name one of the options"),
     (dict(answer="A", options=["red", "red "]), "options that differ"),
     *((dict(options=value), "expected a list of texts") for value in ("(A) one", ["one", None])),
@@ -63,13 +65,15 @@ def test_a_bad_row_names_its_field_and_the_reason(change, words, tmp_path):
     assert bad.value.field == next(iter(change)).replace("problem", "question")
 
 
-def test_what_programs_showed_comes_back_in_its_order():
+def test_what_programs_showed_comes_back_in_its_order_and_paths_are_ours():
     shown = [picture(k)[0] for k in range(4)]
-    said = ("a<sandbox_output>1<image>2<image></sandbox_output>b"
+    said = ("/d/9.png /mnt/b/c.png<sandbox_output>1<image>2<image></sandbox_output>b"
             "<sandbox_output><image></sandbox_output>c")  # fmt: skip
-    row = {"image": [*map(png, shown)], "question": "<image>How many?", "response": said}
+    asked = "<image>How many?" + facts(PICTURE, "/d/9.png")
+    row = {"image": [*map(png, shown)], "question": asked, "response": said}
     fields = thyme_fields(row, Path())
-    assert fields.turns == ["a", "b", "c"] and [text for text, _ in fields.outputs] == ["12", ""]
+    assert fields.turns == ["image.png c.png", "b", "c"] and fields.question == "How many?"
+    assert [text for text, _ in fields.outputs] == ["12", ""]
     pictures = [fields.image, *(image for _, images in fields.outputs for image in images)]
     assert [image.tobytes() for image in pictures] == [image.tobytes() for image in shown]
 

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import kit.tables
 from kit.tables import Bad, Lazy, Rows, Skipped, Usable, read_image, read_rows
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -58,14 +57,16 @@ def test_an_image_cell_may_have_any_public_form(cell, tmp_path):
     ("gone1.png", "no such file, and no base64"),  # eight letters: it could be some
     ("aGVsbG8=", "no image that can be read in 'aGVsbG8=': cannot identify it as one of PNG"),
     (jpeg(PICTURE)[:900], "no image that can be read in b'.*: image file is trunc"),
+    (png(Image.new("1", (20_000, 10_000))), "no image that can be read in b.*: Image size .* exc"),
     ([], "expected one image, got a list of 0"),
     ([PNG, PNG], "expected one image, got a list of 2"),
     ({"bytes": None, "path": None}, "expected an image, got None"),
     *((nothing, f"expected an image, got {nothing!r}") for nothing in (None, b"", "", 7)),
 ])  # fmt: skip
 def test_a_broken_cell_says_what_came(cell, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        read_image(cell, tmp_path)
+    for whole in (True, False):  # the head alone is read of large ones only
+        with pytest.raises(ValueError, match=words):
+            read_image(cell, tmp_path, whole)
 
 
 @given(st.sampled_from([PNG, jpeg(PICTURE)]), st.data())
@@ -88,7 +89,7 @@ TEXTS = [
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json", ".csv", ".tsv"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, suffix):
-    file = tmp_path / f"a [1]{suffix}"  # a name that is a pattern too
+    file = tmp_path / f"a:b [1]{suffix}"  # a name that is a pattern too, and no split
     if suffix == ".parquet":
         parquet(file, TEXTS)
     elif "json" in suffix:
@@ -108,6 +109,8 @@ def test_cells_stay_as_they_are_stored(tmp_path):
     mixed = [{"a": 1}, {"a": "x"}, {"a": [1, "y"]}, {"a": None}, {"a": {"b": 2}}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, mixed)))
     assert list(read_rows(tmp_path / "b.jsonl")) == mixed
+    assert list(read_rows(FIXTURES / "codev_rl.parquet")) == rl_rows()
+    assert list(read_rows(FIXTURES / "thyme_sft.jsonl")) == sft_rows()  # as their script has them
 
 
 @given(st.lists(st.lists(st.integers(), max_size=4), min_size=1), st.data())
@@ -139,7 +142,7 @@ def test_a_folder_is_its_files_of_the_first_kind_and_a_split_is_how_names_begin(
     assert names(f"{tmp_path}:test") == tests
     assert names(f"{tmp_path}:train") == ["train/part"]
     assert names(f"{tmp_path}:train+testmini") == ["testmini-0", "train/part"]
-    assert read_rows(tmp_path).folder == tmp_path
+    assert read_rows(tmp_path).folder == read_rows(tmp_path / "other.jsonl").folder == tmp_path
     with pytest.raises(FileNotFoundError, match="no .parquet.* begins with 'val' in"):
         read_rows(f"{tmp_path}:val")
 
@@ -182,11 +185,6 @@ def test_what_cannot_be_read_says_so(tmp_path, name, text, words, monkeypatch):
         read_rows(name)
 
 
-def test_the_committed_fixtures_are_what_their_script_writes():
-    assert list(read_rows(FIXTURES / "codev_rl.parquet")) == rl_rows()
-    assert list(read_rows(FIXTURES / "thyme_sft.jsonl")) == sft_rows()
-
-
 def test_a_fingerprint_survives_a_copy_and_no_change(tmp_path):
     def known(name, numbers):
         (file := tmp_path / f"{name}.jsonl").write_text("".join(f'{{"a": {i}}}\n' for i in numbers))
@@ -197,11 +195,8 @@ def test_a_fingerprint_survives_a_copy_and_no_change(tmp_path):
     assert first == known("copy", range(9)) and first.startswith("9 rows (")
     others = range(9)[::-1], [0, 1, 2, 3, 3, 5, 6, 7, 8], [*range(9), 0]  # turned, edited, longer
     assert first not in [known("other", numbers) for numbers in others]
-
-
-def test_a_large_file_is_read_in_parts():
     rows, size = Rows([], Path()), 1 << 30
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.NamedTemporaryFile() as file:  # a large one is read in parts
         os.truncate(file.name, size)
         rows.version = [(file.name, 0, size)]
         before = rows.fingerprint()
@@ -218,7 +213,7 @@ def cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
 
 
-def load(bad: dict, total=6, on_bad="skip", key: object = "key") -> tuple[Usable, list[int]]:
+def load(bad: dict, total=6, on_bad="skip", key: object = "key", first=0):
     """Squares of the rows that are not bad, and which rows were asked about."""
     asked = []
 
@@ -227,7 +222,8 @@ def load(bad: dict, total=6, on_bad="skip", key: object = "key") -> tuple[Usable
         if i in bad:
             raise Bad(*bad[i])
 
-    return Usable(range(total), check, lambda i: i * i, on_bad, "rows.parquet", key), sorted(asked)
+    rows = range(first, first + total)
+    return Usable(rows, check, lambda i: i * i, on_bad, "rows.parquet", key), sorted(asked)
 
 
 FEW = {1: ("answer", "empty"), 4: ("length", "9 tokens")}
@@ -255,12 +251,12 @@ def test_the_first_bad_row_can_stop_the_run():
 
 def test_other_rows_limits_or_code_are_asked_about_anew(monkeypatch, tmp_path):
     load(FEW)
-    for total, key in ((6, "other"), (5, "key"), (6, None), (6, None)):
-        usable, asked = load({}, total, key=key)
-        assert len(usable) == total and asked == [*range(total)]
+    for first, total, key in ((0, 6, "other"), (0, 5, "key"), (1, 6, "key"), *[(0, 6, None)] * 2):
+        usable, asked = load({}, total, key=key, first=first)
+        assert len(usable) == total and asked == [*range(first, first + total)]
     (tmp_path / "kit").mkdir()
     (tmp_path / "kit" / "schemas.py").write_text("VERSION = 2")
-    monkeypatch.setattr(kit.tables, "__file__", str(tmp_path / "kit" / "tables.py"))
+    monkeypatch.setattr("kit.tables.__file__", str(tmp_path / "kit" / "tables.py"))
     usable, asked = load({})
     assert len(usable) == len(asked) == 6
 
