@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ANSWER, LOOK, RULES, SHORT, TWO
-from conftest import fresh_logits, json_lines, scripted, tied, trained
+from conftest import fresh_logits, json_lines, scripted, trained
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -174,37 +174,6 @@ def test_an_export_is_a_plain_checkpoint_and_the_adapter_lies_beside_it(
     apart = load_policy(tmp_path / "base")
     apart.model = PeftModel.from_pretrained(apart.model, tmp_path / "rl" / "adapter").model
     assert (fresh_logits(apart, trajectory) - ours).abs().max() < wide
-
-
-# --- ties ------------------------------------------------------------------------------------
-def is_tied(policy: Policy) -> bool:
-    return policy.model.lm_head.weight is policy.model.model.language_model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("kind, rank", [("tiny", 0), ("tiny", 4), ("standin", 4)])
-def test_ties_are_kept_in_training_in_checkpoints_and_in_exports(
-    kind, rank, samples, tmp_path, request
-):
-    """As in the 3B: lm_head is the token embeddings, and is not stored."""
-    start = "tiny" if kind == "tiny" else request.getfixturevalue("standin_folder")
-    tied(load_policy(start)).save(tmp_path / "tied")
-    policy = adapted(load_policy(tmp_path / "tied"), rank, "seed")
-    with scripted(policy, [[ANSWER], [SHORT], [SHORT]]):
-        groups = play(policy, samples[:1], 3, RULES)
-    names, _ = moved(policy, groups, steps=1)
-    assert ("model.language_model.embed_tokens.weight" in names) == (rank == 0)
-    assert is_tied(policy) and (rank == 0 or is_tied(policy.base))
-    run = Run(tmp_path / "run", {}, timeout=60, keep=1)
-    run.save(policy, torch.optim.AdamW(learnt(policy), lr=1e-2), 1)
-    policy.save(tmp_path / "export")
-    assert "lm_head.weight" not in load_file(tmp_path / "export" / "model.safetensors")
-    other = adapted(load_policy(tmp_path / "tied"), rank, "another")
-    run.restore(other, torch.optim.AdamW(learnt(other), lr=1e-2), "checkpoint-sft-1")
-    again = load_policy(tmp_path / "export")
-    assert is_tied(other) and is_tied(again)
-    logits = [fresh_logits(each, groups[0][0]) for each in (policy, other, again)]
-    assert torch.equal(logits[0], logits[1])
-    assert torch.allclose(logits[0], logits[2], atol=1e-4)
 
 
 # --- the command line ------------------------------------------------------------------------

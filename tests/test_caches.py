@@ -39,7 +39,7 @@ def test_no_more_than_one_layer_is_held_twice(monkeypatch):
     monkeypatch.setattr(DynamicCache, "update", noting)
     cache = together(rows)
     assert alive[1] == [False, True, True, True] and alive[3] == [False, False, False, True]
-    whole = [weakref.ref(layer.keys) for layer in cache.layers]
+    whole = [weakref.ref(x) for layer in cache.layers for x in (layer.keys, layer.values)]
     apart(cache, torch.ones(2, 5))
     assert not any(x() is not None for x in whole)
 
@@ -52,8 +52,8 @@ def test_rows_share_tensors_but_keep_their_own():
 
 
 def test_left_pad():
-    ids, mask = left_pad([[5, 6, 7], [8]], 0, torch.device("cpu"))
-    assert ids.tolist() == [[5, 6, 7], [0, 0, 8]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    ids, mask = left_pad([[5, 6, 7], [8]], 9, torch.device("cpu"))
+    assert ids.tolist() == [[5, 6, 7], [9, 9, 8]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
 @given(st.lists(st.integers(1, 9)), st.integers(1, 20))

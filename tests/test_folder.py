@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import kit.folder
 from kit.flags import knob
 from kit.folder import Run, check_new, read_config, training_state, write_json
 from kit.tables import Skipped
-from rollout import play
+from rollout import load_policy, play
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def test_a_run_is_read_where_it_now_lies_or_what_is_damaged_is_told(name, text, 
     a_run = run_in(tmp_path, config={"out": "elsewhere", "steps": 7})
     assert read_config(tmp_path, Settings) == Settings(out=str(tmp_path), steps=7)
     check_new(tmp_path)  # a run that did nothing may be begun anew
-    a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2")
+    a_run.update(kept=["checkpoint-sft-2"], checkpoint="checkpoint-sft-2", seconds={"act": 1.0})
     assert again(a_run).state == a_run.state
     (tmp_path / name).unlink() if text is None else (tmp_path / name).write_text(text)
     with pytest.raises((ValueError, OSError), match=message):
@@ -100,14 +101,20 @@ def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
     a_run = run_in(tmp_path)
     for grad_norm in (None, None, 1.0, None, None):
         logged(a_run, 1, grad_norm=grad_norm)
+        a_run.log({"stage": "evaluation", "step": 1})  # is no step
     with pytest.raises(SystemExit, match="three steps in a row"):
         logged(a_run, 9, grad_norm=None)
     assert len(a_run.log_lines("rl")) == 6
 
 
-def test_what_is_not_finite_is_null_in_the_log(tmp_path):
-    run_in(tmp_path).log({"stage": "rl", "step": 1, "loss": math.nan, "x": -math.inf, "kl": 1 / 7})
-    (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
+def test_what_is_not_finite_is_null_in_the_log_and_a_tracker_gets_numbers_alone(tmp_path):
+    a_run = run_in(tmp_path)
+    a_run.team = mock.Mock()
+    a_run.log({"stage": "rl", "step": 1, "loss": math.nan, "x": -math.inf, "kl": 1 / 7})
+    logged(a_run, 2, kl=None)
+    (sent,), more = a_run.team.log.call_args
+    assert sent.keys() == {"rl/step", "rl/grad_norm", "rl/peak_gb"} and more == {"step": 1}
+    line, _ = (tmp_path / "log.jsonl").read_text().splitlines()
     assert line == '{"stage": "rl", "step": 1, "loss": null, "x": null, "kl": 0.142857}'
 
 
@@ -129,21 +136,21 @@ def test_seconds_are_kept_for_the_step_and_for_the_run(tmp_path):
     a_run = run_in(tmp_path)
     for step in (1, 2):
         with a_run.phase("act"):
-            a_run.spent({"sandbox": 0.25})
-        logged(a_run, step)
+            a_run.spent({"sandbox": 0.25, "decode": 0.5})
+        logged(a_run, step, generated_tokens=7)
     times = json_lines(tmp_path / "times.jsonl")
-    assert [(t["step"], t["sandbox"]) for t in times] == [(1, 0.25), (2, 0.25)]
+    found = [(t["step"], t["sandbox"], t["tokens_per_second"]) for t in times]
+    assert found == [(1, 0.25, 14.0), (2, 0.25, 14.0)]
     assert a_run.state["seconds"]["sandbox"] == 0.5 and a_run.state["seconds"]["act"] >= 0
     now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     assert 0.5 * now < times[0]["peak_gb"] <= times[1]["peak_gb"] <= now + 0.01
 
 
 def test_the_peak_of_a_gpu_is_that_of_the_step_alone(monkeypatch):
-    peak, resets = iter([5.25e9, 3.0e9]), []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peak))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(1))
-    assert [kit.folder.peak_gb() for _ in "ab"] == [5.25, 3.0] and len(resets) == 2
+    cuda = mock.Mock(**{"max_memory_allocated.side_effect": [5.25e9, 3.0e9]})
+    monkeypatch.setattr(torch, "cuda", cuda)
+    assert [kit.folder.peak_gb() for _ in "ab"] == [5.25, 3.0]
+    assert cuda.reset_peak_memory_stats.call_count == 2
 
 
 def test_an_error_says_whose_it_is_and_where(tmp_path):
@@ -179,18 +186,21 @@ def test_an_episode_can_be_read(policy, samples, tmp_path):
 
 
 # Checkpoints
-def test_a_half_written_checkpoint_is_never_used(tmp_path, learner):
+def test_a_half_written_checkpoint_is_never_used_nor_one_of_another_stage(tmp_path, learner):
     a_run = run_in(tmp_path)
     a_run.save(*learner, 2)
     (tmp_path / "checkpoint-sft-4").mkdir()  # the kill came in the middle of writing step 4
-    for part in ("__0_0", "__7_0"):  # eight processes were writing it
-        (tmp_path / "checkpoint-sft-4" / f"{part}.distcp").write_bytes(b"half")
+    (tmp_path / "checkpoint-sft-4" / "__7_0.distcp").write_bytes(b"half")  # by one of eight
     a_run = again(a_run)
     assert a_run.state["checkpoint"] == "checkpoint-sft-2"
     a_run.save(*learner, 4)
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-sft-4"]
     assert not (tmp_path / "checkpoint-sft-4" / "__7_0.distcp").exists()
     a_run.restore(*learner, "checkpoint-sft-4")
+    a_run.end_stage(learner[0], {"n": 1}, following="rl")
+    now = dict(stage="rl", step=0, checkpoint=None, kept=[], stages={"sft": {"n": 1}})
+    assert a_run.state == a_run.state | now and a_run.steps_left(3) == range(3)
+    assert not a_run.emptied("sft").exists()  # so that no episode of another policy is read
 
 
 def test_a_kill_while_state_is_written_leaves_the_old_one(tmp_path, monkeypatch):
@@ -205,6 +215,7 @@ def test_the_last_few_checkpoints_are_kept_and_the_best(tmp_path, learner):
     a_run = run_in(tmp_path, keep=2)
     a_run.update(stage="rl")
     for step, reward in enumerate([0.1, 0.9, 1.0, 0.5, 0.75, 0.75, 0.1, 0.1], start=1):
+        learner[0].model.lm_head.weight.data[5, 7] = step
         logged(a_run, step, reward=reward)
         if step % 2 == 0:
             a_run.save(*learner, step)
@@ -212,9 +223,9 @@ def test_the_last_few_checkpoints_are_kept_and_the_best(tmp_path, learner):
     assert {p.name for p in tmp_path.glob("checkpoint-*")} == kept
     assert a_run.state["best"]["step"] == 4 and a_run.state["best"]["reward"] == 0.75
     a_run.update(kept=[])
-    a_run.export_best(*learner[:1], *learner, steps=8)
-    assert (tmp_path / "rl-best" / "model.safetensors").exists()
-    assert not list(tmp_path.glob("checkpoint-*"))
+    a_run.export_best(learner[0], *learner, steps=8)
+    assert load_policy(tmp_path / "rl-best").model.lm_head.weight[5, 7] == 4
+    assert not list(tmp_path.glob("checkpoint-*")) and a_run.state["best"] is None
 
 
 def test_a_checkpoint_gives_back_weights_and_moments_to_the_bit(tmp_path, learner):

@@ -66,6 +66,7 @@ KINDS = {
     "all weights": lambda: tiny_policy(seed=0),
     "tied": lambda: tied(tiny_policy(seed=0)),
     "adapter": lambda: adapted(tiny_policy(seed=0), 4, "seed"),
+    "tied adapter": lambda: adapted(tied(tiny_policy(seed=0)), 4, "seed"),
 }
 
 
@@ -222,24 +223,24 @@ def test_two_train_as_one_does_and_go_on_from_a_checkpoint(kind, two, groups):
     (reports, straight, resumed), folder = two[kind], two["folder"] / kind
     expected, alone = three_steps(KINDS[kind](), groups, A)
     assert reports == [pytest.approx(report, rel=1e-5, abs=1e-7) for report in expected]
-    assert straight.keys() == alone.keys() and ("lora" in [*alone][0]) == (kind == "adapter")
+    assert straight.keys() == alone.keys() and ("lora" in [*alone][0]) == ("adapter" in kind)
     read = third_again(run_in(folder), KINDS[kind](), groups, A)
     model = load_policy(folder / "export").model
-    exported = straight if kind == "adapter" else dict(model.named_parameters())
+    exported = straight if "adapter" in kind else dict(model.named_parameters())
     for name, weight in straight.items():
         assert torch.equal(weight, resumed[name]) and torch.equal(weight, exported[name]), name
         for other in (alone, read):
             assert torch.allclose(weight, other[name], atol=1e-6), name
     embeddings = model.model.language_model.embed_tokens
-    assert (model.lm_head.weight is embeddings.weight) == (kind == "tied")
+    assert (model.lm_head.weight is embeddings.weight) == ("tied" in kind)
 
 
 @pytest.mark.parametrize("limit, kept", [(2.5, 0.5), (5.0, 1.0), (50.0, 1.0)])
 def test_a_gradient_is_shortened_to_its_limit_and_never_stretched(limit, kept):
-    layer = torch.nn.Linear(2, 1, bias=False)
-    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    layer = torch.nn.Linear(1, 1)
+    layer.weight.grad, layer.bias.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
     assert clip_gradient(layer, limit) == pytest.approx(5.0)  # as long as it was
-    assert layer.weight.grad[0].tolist() == pytest.approx([3 * kept, 4 * kept])
+    assert [p.grad.item() for p in layer.parameters()] == pytest.approx([3 * kept, 4 * kept])
 
 
 def test_a_process_that_does_not_come_is_named(tmp_path):
@@ -250,11 +251,16 @@ def test_a_process_that_does_not_come_is_named(tmp_path):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_process_alone_speaks_and_shows_its_bar(first, monkeypatch, tmp_path, capsys):
-    team = SimpleNamespace(is_main_process=first, init_trackers=lambda *_: None)
-    monkeypatch.setattr(kit.processes, "Accelerator", lambda **_: team)
+    made = []
+    team = SimpleNamespace(is_main_process=first, init_trackers=lambda *of: made.append(of))
+    monkeypatch.setattr(kit.processes, "Accelerator", lambda **how: made.append(how) or team)
     monkeypatch.setattr(tqdm, "__init__", tqdm.__init__)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
-    kit.processes.assemble(tmp_path, {}, 60, "none")
+    with pytest.raises(SystemExit, match="--tracker nowhere needs a package"):
+        kit.processes.assemble(tmp_path, {}, 60, "nowhere")
+    kit.processes.assemble(tmp_path, {"a": 1}, 60, "json")  # a package that is there
+    assert (made[0]["log_with"], made[1]) == ("json", ("codev", {"a": 1}))
+    assert made[0]["kwargs_handlers"][0].timeout.total_seconds() == 60
     print("said")
     list(tqdm("ab", "waves", disable=False, mininterval=0))
     told = capsys.readouterr()

@@ -36,7 +36,7 @@ def trajectories(policy, demos):
 
 def test_a_demonstration_shows_what_its_code_shows(policy, demos):
     """The close-up comes from the sandbox, to the pixel, with the box it recorded."""
-    demo, trajectory = demos["right"], replay(policy, demos["right"], RULES)
+    demo, trajectory = demos["right"], replay(policy, demos["right"], replace(RULES, turns=1))
     (seen,) = (turn.observation for turn in trajectory.tool_turns)
     assert seen.images[0].tobytes() == demo.sample.image.crop(seen.boxes[0]).tobytes()
     assert trajectory.ended == "answered" and trajectory.answer == demo.sample.answer
@@ -145,7 +145,7 @@ def test_thymes_tokens_are_learnt_by_rounds_and_never_what_was_shown(policy, rou
     assert row.labels.tolist() == sum((ids(turns[k]) for k in GOLDEN[rounds][n]), [])
     shown = [image.tobytes() for turn in t.tool_turns for image in turn.observation.images]
     assert shown == [picture(k)[0].tobytes() for k in range(1, len(thyme_row(n)["image"]))]
-    assert (t.answer, t.ended, len(t.tool_turns)) == ("7", "answered", n)
+    assert (t.answer, t.sample.answer, t.ended, len(t.tool_turns)) == ("7", "7", "answered", n)
     fast = thyme(policy, thyme_row(n), rounds, pixels=False)
     assert (fast.ids, fast.acted) == (t.ids, t.acted)
 

@@ -1,6 +1,5 @@
 """python -m pytest tests/test_train.py      the command line, its loop, and whole runs of it"""
 
-import importlib.util
 import io
 import json
 import math
@@ -159,9 +158,10 @@ def loop(monkeypatch):
     """loop(*words) -> a dict for each step of stage 2: what it drew and was told. All that takes
     time is left out: every question is answered rightly, after a good look."""
     steps, policy = [], SimpleNamespace(base=None, model=torch.nn.Linear(1, 1))
-    optimizer = SimpleNamespace(param_groups=[{"lr": None}], zero_grad=lambda: None)
+    optimizer, fresh = torch.optim.SGD(policy.model.parameters(), lr=9), []
 
     def play(actor, questions, rollouts, rules, tally, watch):
+        assert actor == "the actor" and fresh and policy.model.bias.grad is None
         asked = [(q.id, q.question, q.answer, q.image.tobytes()) for q in questions]
         steps.append({"torch": torch.initial_seed(), "questions": asked})
         looked = [[crop(q, q.boxes[0])] if q.boxes else [] for q in questions]
@@ -171,6 +171,8 @@ def loop(monkeypatch):
     def learn(policy, optimizer, groups, advantage, reference, objective):
         steps[-1] |= dict(reference=reference, objective=objective, advantage=advantage.tolist())
         steps[-1]["lr"] = optimizer.param_groups[0]["lr"]
+        fresh.clear()
+        policy.model.bias.grad = torch.ones(1)
         return {}
 
     def report(run, config, world, step, groups, rewards, learnt, tally):
@@ -178,19 +180,23 @@ def loop(monkeypatch):
 
     stand_ins = {name: lambda *_: None for name in ("finish", "fits", "shard", "LogProbs")}
     stand_ins |= dict(play=play, learn=learn, report_step=report)
+    stand_ins["sync"] = lambda policy, actor: fresh.append(actor)  # it has what was learnt
+    stand_ins["measure_policy"] = lambda *_, every: {fresh[0]: steps[-1].update(measured=every)}
     stand_ins["stage_1"] = lambda run, config, world: run.update(stage="rl")
-    stand_ins["opened"] = lambda *_: (policy, policy, optimizer)
+    stand_ins["opened"] = lambda *_: (policy, "the actor", optimizer)
     stand_ins["load_policy"] = lambda *_, **__: "the SFT model"
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(train, name, stand_in)
 
     def save(run, policy, optimizer, step):
         assert steps[-1]["looked at"]  # no broken weights are saved
+        steps[-1]["saved"] = step
         run.update(step=step)
 
     monkeypatch.setattr(Run, "save", save)
     monkeypatch.setattr(Run, "check_weights", lambda *_: steps[-1].update({"looked at": True}))
-    monkeypatch.setattr(Run, "write_transcript", lambda *_: None)
+    written = lambda run, step, policy, ids, reward: steps[-1].update({"written": step})  # noqa: E731
+    monkeypatch.setattr(Run, "write_transcript", written)
 
     def loop(words):
         steps.clear()
@@ -219,10 +225,19 @@ def test_every_resume_point_ends_the_same(loop, tmp_path):
         assert loop(f"--resume {tmp_path}") == whole[done:]
 
 
-def test_reward_and_world_reach_the_loop(loop):
+def test_checkpoints_transcripts_and_evaluations_come_every_so_many_steps(loop):
+    words = "--rl-steps 4 --save-every 3 --transcript-every 2 --eval-every 2"
+    did = [[step.get(what) for what in ("saved", "written", "measured")]
+           for step in loop(f"{THREE} {words}")]  # fmt: skip
+    assert did == [[None] * 3, [None, 2, 4], [3, None, None], [4, 4, None]]
+
+
+def test_reward_and_world_reach_the_loop(loop, tmp_path):
     flags = "--reward tool_bonus --shortcut 0 --rl-steps 1 --questions 20"
     (step,) = loop(f"{THREE} {flags}")
+    asked = train.world_of(*begun(tmp_path, f"{THREE} --shortcut 0")).measured
     search = [(q, a) for _, q, a, _ in step["questions"] if "texture" in q]
+    search += [(s.question, s.answer) for s in asked if s.kind == "search"]
     assert search and all(answer != USUAL_TEXTURE[q.split()[5]] for q, answer in search)
     paid = {round(total, 6) for group in step["totals"] for total in group}
     assert paid == {1.0, 1.2}  # a bonus for each call that ran
@@ -257,20 +272,23 @@ def test_a_judge_that_is_silent_stops_the_run_before_it_learns(loop, monkeypatch
     assert not any("lr" in step for step in loop.steps)
 
 
-def imitated(n, words, done=0):
+def imitated(n, words, done=0, calls=mock.Mock()):
     """(the batches of every step of stage 1 on n rows, its rates), of a run that has done so many
-    steps"""
+    steps. What else it does is asked of `calls`."""
     found = []
 
     def imitate(policy, optimizer, batches_of, steps, rate, after):
         found.append([[k for b in batches_of(i) for k in b] for i in steps])
         found.append([rate(i) for i in steps])
+        [after(i, 0.5, 1.0) for i in steps]
 
     stand_ins = dict(imitate=imitate, micro_batches=lambda rows, most: [rows])
     stand_ins["opened"] = lambda *_: (None, None, None)
-    stand_ins["demonstration_rows"] = lambda *_: (list(range(n)), [])
-    stand_ins |= dict(sync=mock.DEFAULT, measure_policy=mock.DEFAULT)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Run, "end_stage"):
+    stand_ins["demonstration_rows"] = lambda *_: (list(range(n)), ["held out"])
+    stand_ins["mean_logp"] = lambda *_, learn: learn - 7
+    stand_ins |= dict(sync=calls.sync, measure_policy=calls.measure)
+    of_run = {name: getattr(calls, name) for name in ("log", "check_weights", "save", "end_stage")}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(Run, **of_run):
         a_run, config = begun(folder, words)
         a_run.state["step"] = done
         with mock.patch.multiple(train, **stand_ins):
@@ -282,7 +300,7 @@ def imitated(n, words, done=0):
 def test_sft_sees_every_demonstration_in_every_epoch_to_the_last(n, batch, epochs):
     words = f"--sft-steps -1 --sft-batch {batch} --sft-epochs {epochs}"
     batches, rates = imitated(n, words)
-    for done in range(len(rates)):  # a run goes on with what it has not seen
+    for done in range(len(rates) + 1):  # a run goes on with what it has not seen
         assert imitated(n, words, done) == [batches[done:], rates[done:]]
     assert {len(b) for b in batches} == {min(batch, n)}
     seen = Counter(k for b in batches for k in b)
@@ -296,6 +314,20 @@ def test_the_rate_of_sft_rises_and_falls_to_2_percent_of_its_peak(steps, warmup)
     _, rates = imitated(40, f"--sft-steps {steps} --sft-lr 0.5 --sft-warmup {warmup}")
     up, done = max(1, round(warmup * steps)), range(1, steps + 1)
     assert rates == pytest.approx([0.5 * min(1, i / up) * (1 - 0.98 * i / steps) for i in done])
+
+
+def test_a_stage_is_looked_at_and_saved_and_its_last_policy_measured_and_exported():
+    calls = mock.Mock()
+    imitated(9, "--sft-steps 101 --sft-save-every 40 --save-every 7", calls=calls)
+    assert [call.args[-1] for call in calls.save.call_args_list] == [40, 80, 101]
+    lines = [call.args[0] for call in calls.log.call_args_list]
+    assert {x["step"]: x["held_out"] for x in lines if "held_out" in x} == {50: 7, 100: 7}
+    names = [name for name, *_ in calls.mock_calls]
+    assert names[-6:] == ["log", "check_weights", "save", "sync", "measure", "end_stage"]
+    run = mock.Mock(first=False, state={"stage": "rl"})
+    with mock.patch.multiple(train, sync=run.sync, measure_policy=run.measure):
+        train.finish(run, TOY, None, "policy", "actor", "optimizer")
+    assert [name for name, *_ in run.mock_calls] == [*names[-3:], "export_best"]
 
 
 @pytest.mark.parametrize("stage, lr, second", [("sft", 4e-3, 0.98), ("rl", 1.5e-4, 0.95)])
@@ -349,8 +381,10 @@ def test_demonstrations_are_learnt_or_measured_and_never_both(policy, tmp_path, 
 
     monkeypatch.setattr(train, "replay_all", replay_all)
     monkeypatch.setattr(train, "rows_of", lambda policy, demos: demos)
-    toy = begun(tmp_path / "toy", "--sft-demos 20")
+    monkeypatch.setattr(train, "demonstrations", drawn := mock.Mock(wraps=train.demonstrations))
+    toy = begun(tmp_path / "toy", "--sft-demos 20 --seed 3 --habit eager")
     rows, held = train.demonstration_rows(*toy, policy)
+    assert drawn.call_args == mock.call(120, 3, "eager")
     learnt, measured = ({t.sample.id for t in part} for part in (rows, held))
     assert (len(learnt), len(measured), learnt & measured) == (20, 100, set())
     monkeypatch.setattr(train, "load_thyme", lambda *_: (list("abcdefghijklmnopqrstu"), []))
@@ -404,7 +438,6 @@ def test_questions_of_a_data_set_depend_on_the_step_alone_in_every_pass(
     ("--model no/such/folder/at/all", "no checkpoint"),
     ("--max-length 40", "but --max-length 40 leaves 8 beside a turn of 32"),
     ("--rl-data x.parquet", "give --judge-url"),
-    ("--tracker wandb", "pip install wandb"),
     ("--sft-data no/such/rows.jsonl", "no data in no/such"),
     (f"--rl-data {RL_ROWS} --judge-url host:8000", "should look like http://host:8000/v1"),
     (f"--rl-data {RL_ROWS} --judge-url http://h/v1", "give more, or lower --questions 12"),
@@ -414,7 +447,6 @@ def test_what_cannot_work_is_refused_before_weights_load(
     words, message, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(train, "opened", lambda *_: pytest.fail("loaded"))
     with pytest.raises(SystemExit) as stopped:
         train.main(config_of(tmp_path / "run", words))
@@ -476,14 +508,6 @@ def test_a_run_ends_with_one_table_and_everything_in_its_folder(finished):
     assert last.name == "summary.json"  # where it is, all is
 
 
-def test_a_tracker_is_sent_the_numbers_of_the_log(tmp_path):
-    team = mock.Mock(device=torch.device("cpu"))
-    Run(tmp_path, {}, 60, 1, team).log({"stage": "rl", "step": 7, "reward": 0.5, "kl": None})
-    (sent,), more = team.log.call_args
-    assert more == {"step": 0} and (sent["rl/reward"], sent["rl/step"]) == (0.5, 7)
-    assert sent["rl/peak_gb"] > 0 and all(isinstance(n, int | float) for n in sent.values())
-
-
 def test_the_log_holds_what_the_optimiser_held_in_words_of_its_glossary(finished):
     lines = json_lines(finished[0] / "log.jsonl")
     rl = [line for line in lines if line["stage"] == "rl"]
@@ -510,20 +534,6 @@ def test_what_was_played_is_not_played_again(finished, tmp_path, monkeypatch, ca
     train.main(config_of("none", f"--resume {out}"))
     assert "no tool" in capsys.readouterr().out
     assert read(out / "summary.json")["stages"] == before["stages"]
-
-
-def test_a_stage_ends_with_a_checkpoint_so_that_its_evaluation_can_go_on(tmp_path, monkeypatch):
-    """A run that is killed while it measures does no step again, so its weights are to the bit
-    those whose episodes lie there, also on a GPU."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(train, "measure_policy", lambda *_, **__: sys.exit("killed"))
-    config = config_of(tmp_path, f"{SHORT} --sft-steps 3 --sft-batch 2")
-    for imitate in (train.imitate, lambda *x: pytest.fail("again") if len(x[3]) else None):
-        monkeypatch.setattr(train, "imitate", imitate)
-        with pytest.raises(SystemExit, match="killed"):
-            train.main(config)
-        assert read(tmp_path / "state.json")["step"] == 3
-        config = parse_config(["--resume", str(tmp_path)])
 
 
 def test_killed_and_resumed_it_ends_the_same(finished, tmp_path, monkeypatch):
