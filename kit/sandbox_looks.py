@@ -212,10 +212,10 @@ class Origins:
         with its proportions, which it may be an edit of. None: it is like nothing known."""
         if (pixels := some_pixels(picture)) is None:
             return None
-        w, h = size_of(picture)
-        laid = [((h, w) if way in (1, 3, 4, 6) else (w, h), lay(pixels, way)) for way in range(8)]
-        for way, (size, turned) in enumerate(laid):
-            if (steps := self.known.get((size, turned.tobytes()))) is not None:
+        (w, h), laid = size_of(picture), []
+        for way in range(8):
+            laid.append(((h, w) if way in (1, 3, 4, 6) else (w, h), lay(pixels, way)))
+            if (steps := self.known.get((laid[-1][0], laid[-1][1].tobytes()))) is not None:
                 return [*steps, *turn_back(way, w, h)]
         array = np.asarray(picture)
         if self.searches and array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3:
