@@ -77,8 +77,8 @@ def inputs(policy: Policy, ids: torch.Tensor, pictures: list) -> dict[str, torch
     return dict(input_ids=ids, mm_token_type_ids=kinds, **policy.model_images(pictures))
 
 
-def picture(visual_tokens: int) -> Image.Image:
-    side = int(visual_tokens**0.5) * 16
+def picture(visual_tokens: float, pixels: int = 16) -> Image.Image:
+    side = int(visual_tokens**0.5) * pixels
     return Image.effect_noise((side, side), 99).convert("RGB")
 
 

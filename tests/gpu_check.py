@@ -67,8 +67,8 @@ def policy_of(device: str, big: bool) -> Policy:
 
 def question(policy: Policy, i: int, tokens: int) -> Sample:
     """A prompt of so many tokens: four fifths of it a picture, the rest one letter each."""
-    side = int((0.8 * tokens) ** 0.5) * policy.image_processor.patch_size * 2
-    sample = Sample(f"check-{i}", benchmark.noise(side), "?", "")
+    pixels = policy.image_processor.patch_size * 2
+    sample = Sample(f"check-{i}", benchmark.picture(0.8 * tokens, pixels), "?", "")
     missing = max(tokens - len(encode_prompt(policy, sample).ids), 0)
     return replace(sample, question="".join(chr(97 + (i + k) % 26) for k in range(missing + 1)))
 
@@ -135,7 +135,8 @@ def planned(model: torch.nn.Module, length: int = 1, rows: int = 1, row_tokens: 
 
 def check_rollout(actor: Policy, samples: list[Sample], new: int, crop: int) -> tuple[dict, list]:
     """Two turns; after the first all are shown a picture of crop x crop pixels. Each way once."""
-    found, shown = {}, Observation(images=[benchmark.noise(crop)], boxes=[None], sources=["show"])
+    found, seen = {}, [benchmark.picture(1, crop)]
+    shown = Observation(images=seen, boxes=[None], sources=["show"])
     tower = actor.model.model.visual.config
     rules = Rules(turns=2, max_new_tokens=new, max_length=4096, patience=60)
     for way, (read, windows) in WAYS.items():
