@@ -121,8 +121,7 @@ class Worker(Recorder):
     def execute(self, code: str) -> None:
         code, self.notes = repair(code)
         tree = ast.parse(code, "<code>")
-        nodes = [*ast.walk(tree)]
-        if call := forbidden_call(nodes):
+        if call := forbidden_call(nodes := [*ast.walk(tree)]):
             self.error = f"Blocked: {call}; processes can be neither started nor signalled"
             return
         self.bgr = (self.bgr or "imread" in code) and "2RGB" not in code
@@ -169,7 +168,8 @@ class Worker(Recorder):
 
     def plain(self, text: str) -> str:
         """Without what differs from run to run: the folder's name and addresses in memory."""
-        return re.sub(" at 0x[0-9a-fA-F]+", "", text.replace(os.path.dirname(self.path), ""))
+        home = os.path.dirname(self.path)
+        return re.sub(r"(?i) at 0x[\da-f]{6,}(?=[>,])", "", text.replace(home, ""))
 
     def describe(self, problem: BaseException) -> str:
         """One short line: type, message, line of the code."""

@@ -194,8 +194,8 @@ CASES = {
         "try:\n    1 / 0\nexcept:\n    print('failed')\n    exit()\nprint('never')",
         dict(text="failed\n", notes="exit()")),
     "addresses in memory are not told": (
-        "print(image)\nImage.open(io.BytesIO(b'x'))",
-        dict(text="<PIL.Image.Image image mode=RGB size=800x600>\n",
+        "print(image, 'at 0x1F, too')\nImage.open(io.BytesIO(b'x'))",
+        dict(text="<PIL.Image.Image image mode=RGB size=800x600> at 0x1F, too\n",
              error="cannot identify image file <_io.BytesIO object> (line 2)", red=FAILED)),
     "slices that mean to count from the end still do": (
         "a = np.arange(400).reshape(20, 20); k = 3\nprint(a[-5:-2, k:-k].shape, "
